@@ -116,7 +116,7 @@ void asked(Page &page, const Problem &p, const Execution &e) {
   std::string extras;
   for (auto [present, what] : {std::pair{bool(p.mask), "mask"},
                                {bool(p.bias), "bias"},
-                               {bool(p.alibi_slopes), "ALiBi"},
+                               {bool(p.captured[score::kSlopesRead]), "ALiBi"},
                                {bool(p.sinks), "sinks"},
                                {p.seqused_k != nullptr, "seqused_k"},
                                {p.page_size > 0, "page_table"},

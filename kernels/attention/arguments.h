@@ -8,8 +8,8 @@
 namespace strobe::inline STROBE_ISA {
 
 // A tensor with the axes (batch, head, row, column). Strides count elements, and are 0 where an axis is broadcast or absent. Varlen tensors
-// have batch stride 0, and their rows are the packed tokens. Axes of mask and bias: (batch, head, query, key); of slopes: (batch, head, -,
-// -); of sinks: (-, head, -, -); of lse and dlse: (batch, head, query, -).
+// have batch stride 0, and their rows are the packed tokens. Axes of mask and bias: (batch, head, query, key); of sinks: (-, head, -, -);
+// of lse and dlse: (batch, head, query, -).
 struct Operand {
   void *data;
   i64 stride[4];
@@ -93,18 +93,18 @@ struct CapturedOperand {
   i64 stride[4];
   i64 size[4];
 };
-// What functions of the caller read: numbers, each in the type that the code reads (an int64, or the kernel's real type), and captured
-// tensors.
+// What a call's functions read: numbers, each in the type that the code reads (an int64, or the kernel's real type), captured tensors,
+// and behind them the slopes of ALiBi's option.
 struct FunctionArguments {
-  static constexpr i32 kNumbers = 32, kDivisors = 8, kCaptured = 8;
+  static constexpr i32 kNumbers = 32, kDivisors = 8, kCaptured = 8, kRead = kCaptured + 1;
   u64 numbers[kNumbers];
   Divisor divisors[kDivisors];
-  CapturedOperand captured[kCaptured];
+  CapturedOperand captured[kRead];
   const i32 *full, *full_t; // for each kept mask block, and transposed: whether the function of the mask sees it as a whole (kFullKnown)
 };
 
 struct Inputs {
-  Operand q, k, v, mask, bias, slopes, sinks;
+  Operand q, k, v, mask, bias, sinks;
   const i32 *cu_seqlens_q, *cu_seqlens_k; // null if sequences are not packed; keys in pages are never packed
   const i32 *seqused_k;                   // (batch): how many keys of each sequence count; null: all of them
   Pages pages;

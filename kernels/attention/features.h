@@ -11,9 +11,9 @@ namespace strobe::inline STROBE_ISA {
 inline constexpr i32 kLinear = 0, kCapped = 1, kHyperbolic = 2;
 enum : i32 { kProgram = 3, kAdded = 4 };
 
-// Bits of Features::alibi. kSlopes: the tensor alibi_slopes. kOwnSlope: a function of the caller gives the slope; with kSigned the distance
-// is i - j, not |i - j|, and with kFromZero it does not count the offset.
-enum Alibi : i32 { kSlopes = 1, kOwnSlope = 2, kSigned = 4, kFromZero = 8 };
+// Bits of Features::penalty. kDistance: the head's slope times |i + offset - j| is subtracted from what `function` gives; with kSigned the
+// distance is not a size, and with kFromZero it does not count the offset.
+enum Penalty : i32 { kDistance = 1, kSigned = 2, kFromZero = 4 };
 
 // A value of Features::blocks.
 enum : i32 { kFullKnown = 2 };
@@ -27,7 +27,7 @@ struct Features {
   i32 blocks;   // a block-sparse mask; kFullKnown: the call says which blocks the function of the mask sees as a whole
   i32 mask;     // a bool mask tensor
   i32 bias;     // 0: none; else the strobe_dtype of the bias tensor
-  i32 alibi;    // bits of Alibi; 0: none
+  i32 penalty;  // ALiBi: bits of Penalty; 0: none
   i32 function; // the function of x = scale q.k: kLinear, kCapped, kHyperbolic, kProgram or kAdded
   i32 scaled;   // the scale cannot be folded into exp2's argument: it is not positive, too small or too large. kHyperbolic: it is not 1
   i32 dropout;
@@ -45,7 +45,7 @@ struct Features {
   i32 program_high;
 
   // Whether scores are kept in their own unit. Otherwise they are kept as q.k, and the scale is folded into exp2's argument.
-  STROBE_FN constexpr bool additive() const { return bias || alibi || function || scaled; }
+  STROBE_FN constexpr bool additive() const { return bias || penalty || function || scaled; }
   // Whether the backward needs the derivative of the score by x.
   STROBE_FN constexpr bool curved() const { return function && function != kAdded; }
   // Whether the score is a function of the caller.

@@ -20,7 +20,7 @@ template <class Int> struct BasicBand {
   static constexpr i64 kFar = 1ll << 62; // the bound of a side that has none
   Int seqlen_q, seqlen_k;
   Int low, high;
-  Int offset; // i + offset is the key opposite query i, as the alignment says; ALiBi's distance is |i + offset - j|
+  Int offset; // i + offset is the key opposite query i, as the alignment says
 
   // left, right: >= 0; kFar or more: no bound
   STROBE_FN static BasicBand make(i64 seqlen_q, i64 seqlen_k, bool bottom_right, i64 left, i64 right) {

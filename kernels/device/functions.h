@@ -43,11 +43,11 @@ template <Along kAlong> __device__ __forceinline__ int place_fetched(const Place
   return steps / 8 * 2 + (steps % 8 != 0);
 }
 
-// The caller's functions. A specialisation is generated for the hash of their code (Features::program). It has
+// The functions of the call. A specialisation is generated for the hash of their code (Features::program). It has
 //   score<kFunctions, kSlope>(a, place, x, slope)   f(x, b, h, i, j); with kSlope, slope becomes its derivative by x
 //   seen<kFunctions, T>(a, place)                   g(b, h, i, j)
 //   hidden<T>(a, place)                             0 where g is true, else -inf, if all of g is computed ahead
-//   penalty<kFunctions, T>(a, place)                ALiBi's slope, which b and h decide
+//   penalty<kFunctions, T>(a, place)                the penalty's slope, which b and h decide
 //   fetchable<T>(a, place)                          where the first value computed ahead lies, for kFetched = its Along, if it has 32 bits
 // Only those that Features declare are defined. T: the type of x and of all other reals.
 template <i32 kLow, i32 kHigh> struct CallersFunctions;

@@ -40,7 +40,7 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
   i64 b;
   i32 seqlen_q, seqlen_k;
   i32 low, high; // query i sees key j if i + low <= j <= i + high; bounds that no query reaches are tightened, so that sums fit 32 bits
-  i32 offset;    // ALiBi's distance is |i + offset - j|
+  i32 offset;    // i + offset is the key opposite query i
   T scale;       // score = raw * scale
   T unit;        // (s - m) * unit is exp2's argument
   T cap, inverse_cap;
@@ -67,17 +67,15 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
       r.begin = max(0, r.i + low);
       r.end = min(seqlen_k, r.i + high + 1);
     }
-    if constexpr (F.alibi & kOwnSlope)
+    if constexpr (F.penalty)
       r.slope = CallersFunctions<F.program, F.program_high>::template penalty<kFunctions, T>(in.function, pair(r, 0));
-    else if constexpr (F.alibi)
-      r.slope = T(*in.slopes.at<const float>(b, h, 0, 0));
     return r;
   }
 
-  // ALiBi's distance of a query and a key, and what ALiBi adds to their score.
-  __device__ __forceinline__ i32 distance(i32 i, i32 j) const { return F.alibi & kFromZero ? i - j : i + offset - j; }
+  // The penalty's distance of a query and a key, and what it adds to their score.
+  __device__ __forceinline__ i32 distance(i32 i, i32 j) const { return F.penalty & kFromZero ? i - j : i + offset - j; }
   static __device__ __forceinline__ T added(T slope, T distance) {
-    if constexpr (F.alibi & kSigned) return -slope * distance;
+    if constexpr (F.penalty & kSigned) return -slope * distance;
     return alibi(slope, distance);
   }
 
@@ -178,9 +176,9 @@ private:
       if constexpr (F.given()) {
         s = CallersFunctions<F.program, F.program_high>::template score < kFunctions,
         kSlope && F.curved() > (in.function, pair(r, j), s, slope);
-        if constexpr (kSlope || F.alibi || F.bias) seen = seen && s != minus_infinity<T>();
+        if constexpr (kSlope || F.penalty || F.bias) seen = seen && s != minus_infinity<T>();
       }
-      if constexpr (F.alibi) s = sum(s, added(r.slope, distance));
+      if constexpr (F.penalty) s = sum(s, added(r.slope, distance));
       if constexpr (F.bias) {
         if (seen) {
           const T x = given.bias();

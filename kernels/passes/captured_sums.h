@@ -9,7 +9,7 @@ template <CapturedScatterConfig C> struct CapturedScatter {
   using Arguments = CapturedArguments;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
 
-  static __device__ void run(const Arguments &a) {
+  static __device__ __forceinline__ void run(const Arguments &a) {
     const Inputs &in = a.in;
     const u32 pairs = (u32)(in.batch * in.heads);
     const i32 b = (i32)(blockIdx.x % pairs / in.heads), h = (i32)(blockIdx.x % pairs % in.heads);
@@ -20,14 +20,18 @@ template <CapturedScatterConfig C> struct CapturedScatter {
     const auto along = [&](i64 lines, const auto &take) { // whole warps
       for (i64 n = first + threadIdx.x / 32 * 32; n < lines; n += step) take((i32)n + (i32)threadIdx.x % 32);
     };
+    // Inlined however long a function of many reads makes it: a call would pass its captures through local memory.
     if constexpr (C.rows.bits != 0)
-      along(seqlen_q, [&](i32 i) { add<C.rows>(a, kRows, in.row_index(b, h, s.q0 + i), scores.pair(scores.row(i, h), 0), i < seqlen_q); });
+      along(seqlen_q, [&](i32 i) __attribute__((always_inline)) {
+        add<C.rows>(a, kRows, in.row_index(b, h, s.q0 + i), scores.pair(scores.row(i, h), 0), i < seqlen_q);
+      });
     if constexpr (C.columns.bits != 0)
-      along(seqlen_k,
-            [&](i32 j) { add<C.columns>(a, kColumns, column_index(in, b, h, s.k0 + j), scores.pair(scores.row(0, h), j), j < seqlen_k); });
+      along(seqlen_k, [&](i32 j) __attribute__((always_inline)) {
+        add<C.columns>(a, kColumns, column_index(in, b, h, s.k0 + j), scores.pair(scores.row(0, h), j), j < seqlen_k);
+      });
     if constexpr (C.diagonals.bits != 0) {
       const Diagonals diagonals(in, C.tile);
-      along((i64)diagonals.count() * 2 * C.tile, [&](i32 n) {
+      along((i64)diagonals.count() * 2 * C.tile, [&](i32 n) __attribute__((always_inline)) {
         const i32 of_tiles = n / (2 * C.tile), i_minus_j = diagonals.difference(of_tiles) + n % (2 * C.tile) - C.tile;
         const auto row = scores.row(max(i_minus_j, 0), h);
         add<C.diagonals>(a, kDiagonals, diagonals.line(in, b, h, 0, n), scores.pair(row, max(-i_minus_j, 0)),

@@ -1,15 +1,68 @@
-// Functions of the score for which Hopper has faster forms. So far there is one, the softcap, in the forward's exponent. The backward uses
-// the same approximation, so that its P matches the P that LSE sums up.
+// Functions of the score for which Hopper has faster forms: a penalty (ALiBi), and the softcap. The backward uses the same approximation of
+// the softcap as the forward, so that its P matches the P that LSE sums up.
 #pragma once
 #include "../device/scores.h"
 #include "../ptx/mma.h"
+#include "../tile/registers.h"
 
 namespace strobe::sm90 {
+
+// Whether the score is scale q.k and what is added to it, so that the exponent is a sum of multiply-adds.
+template <Features F> inline constexpr bool kAddsOnly = F.function == kLinear && !F.scaled;
+
+// What a penalty adds to the forward's exponent, in exp2's unit, where the score adds only. Along a row it is slope * column + a constant,
+// up to the key opposite the query; S takes the change of sign behind that.
+template <Features F> struct PenaltyForm {
+  static constexpr bool kApplies = F.penalty && kAddsOnly<F>;
+  const i32 offset, high; // the distance of query 0 and key 0; as in Scores
+  const float full_slope;
+  float slope, start; // for this tile: the slope, and the penalty's term at the lane's first row and column
+  bool before;        // no key of the tile lies past its query: the penalty then grows from tile to tile
+
+  template <class Score>
+  __device__ __forceinline__ PenaltyForm(const Score &scores, float slope)
+      : offset(scores.distance(0, 0)), high(scores.high), full_slope(__shfl_sync(0xFFFFFFFFu, slope * kLog2e<float>, 0)) {}
+
+  // Begins a tile. s: S of the keys [begin, end) and the warp's queries from `row` on, before any element is hidden; unit: of S.
+  template <int N> __device__ __forceinline__ void begin(float (&s)[N], float unit, i32 row, i32 begin, i32 end) {
+    const bool after = !(F.penalty & kSigned) && begin >= row + 15 + offset;
+    before = end <= row + offset + 1;
+    slope = after ? -full_slope : full_slope;
+    const float first = (float)(begin + tile::lane_column(0, 0) - row - tile::lane_row(0) - offset); // how far the key lies past the query
+    start = slope * first;
+    if ((F.penalty & kSigned) || before || after || (F.band && high <= offset)) return;
+    const float twice = __fdividef(-2 * slope, unit); // changes -(slope x) to -|slope x| for keys past their query
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] = __fmaf_rn(fmaxf(first + place(i), 0), twice, s[i]);
+  }
+  // Column minus row, relative to the lane's first element.
+  static __device__ __forceinline__ float place(int i) { return (float)(i / 4 * 8 + i % 2 - 8 * (i / 2 % 2)); }
+  __device__ __forceinline__ float added(int i, float c) const { return __fmaf_rn(slope, place(i), c); }
+};
+
+// The same in the backward, where rows are keys: for a tile of queries from q on, and the lane's first key.
+template <Features F> struct BackwardPenaltyForm {
+  static constexpr bool kApplies = F.penalty && kAddsOnly<F> && !F.bias;
+  float unit, slope = 0, distance = 0; // from S to exp2's argument; the slope in exp2's unit; first query minus first key
+
+  template <class Score> __device__ __forceinline__ BackwardPenaltyForm(const Score &scores, i32 q, i32 head, i32 key) : unit(scores.unit) {
+    if constexpr (kApplies) {
+      unit = scores.scale * kLog2e<float>, slope = scores.row(q, head).slope * kLog2e<float>;
+      distance = (float)scores.distance(q, key);
+    }
+  }
+  // query, key: how far behind the first ones.
+  __device__ __forceinline__ float added(int query, int key, float exponent) const {
+    if constexpr (!kApplies) return exponent;
+    const float far = distance + (float)(query - key);
+    return __fmaf_rn(-slope, F.penalty & kSigned ? far : fabsf(far), exponent);
+  }
+};
 
 // The exponent if a softcap is the score's only option; x = scale q.k. If |x| <= kSmall c in a warp's whole tile, S stays q.k, and c tanh(x
 // / c) is computed as x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, with a relative error of 5e-5. Otherwise S becomes tanh(x / c).
 template <Features F, bool kApproximate> struct FastForm {
-  static constexpr bool kApplies = F.function == kCapped && kApproximate && !F.scaled && !F.alibi && !F.bias;
+  static constexpr bool kApplies = F.function == kCapped && kApproximate && !F.scaled && !F.penalty && !F.bias;
   static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
   float to_caps, most; // the factor from q.k to x / c; the largest |q.k| that counts as small
   float cap;           // c in exp2's unit

@@ -149,10 +149,9 @@ struct Problem {
   Scales k_scale, v_scale;                       // the scales of quantised k and v
   Scales q_scale;                                // the scales of q in FP8
   View mask, bias;                               // (batch, head, query, key), stride 0 where broadcast
-  View alibi_slopes;                             // (batch, head, -, -)
   View sinks;                                    // (-, head, -, -)
   std::shared_ptr<const score::Program> program; // the function of scale q.k, and what functions hide; null: neither exists
-  Captured captured[STROBE_MOST_CAPTURED];       // the tensors that the program reads
+  Captured captured[STROBE_MOST_CAPTURED + 1];   // the tensors that the program reads: the functions', then alibi_slopes
   const score::Bytecode *bytecode = nullptr;     // a CPU engine's code of the program
   // A GPU engine's code of the program, and of its gradients; null: not made yet.
   std::shared_ptr<const score::CudaFunctions> cuda_functions, cuda_gradient_functions;

@@ -30,7 +30,7 @@ constexpr AxisMap kDense = {0, 1, 2, 3}, kPacked = {-1, 1, 0, 2};             //
 constexpr AxisMap kDenseRows = {0, 1, 2, -1}, kPackedRows = {-1, 0, 1, -1};   // lse
 constexpr AxisMap kDensePairs = {1, 2, 3, -1}, kPackedPairs = {-1, 1, 2, -1}; // lse of a partial part
 constexpr AxisMap kPackedScales = {-1, 1, 0, -1};                             // one scale for each row and head
-constexpr AxisMap kHead = {-1, 0, -1, -1}, kBatchHead = {0, 1, -1, -1};       // sinks, ALiBi's slopes
+constexpr AxisMap kHead = {-1, 0, -1, -1}, kBatchHead = {0, 1, -1, -1};       // sinks, max_logit
 constexpr AxisMap kOne = {-1, -1, -1, -1};                                    // one number
 
 View view(const strobe_tensor *t, const AxisMap &map) {
@@ -392,7 +392,10 @@ private:
 #include "strobe/fields.inc"
       for (size_t n = 0; n < count; n++) score::check_gradient(int32_t(n), wanted[n], all[n], oracle, checks, reasons);
     }
-    programs = score::make_programs(a, all, wanted, reasons);
+    score::AlibiSlopes slopes;
+    if (t.alibi_slopes) slopes.rank = t.alibi_slopes->rank == 2 ? 2 : 1;
+    if (slopes.rank && part) slopes.in_part = true, slopes.first_batch = part->first_batch, slopes.first_head = part->first_head;
+    programs = score::make_programs(a, all, wanted, reasons, slopes);
   }
 
   void blocks() {
@@ -586,7 +589,6 @@ private:
       p.set_page_table(ints(t.page_table));
     }
     p.mask = view(t.mask, kDense), p.bias = view(t.bias, kDense);
-    p.alibi_slopes = view(t.alibi_slopes, t.alibi_slopes && t.alibi_slopes->rank == 2 ? kBatchHead : kHead);
     p.sinks = view(t.sinks, kHead);
     p.cu_seqlens_q = ints(t.cu_seqlens_q), p.cu_seqlens_k = ints(t.cu_seqlens_k), p.seqused_k = ints(t.seqused_k);
     if (varlen && !part && on_cpu(*t.q)) { // if the caller gives a maximum, plans do not depend on the lengths
@@ -597,7 +599,7 @@ private:
     if (t.rng) p.rng = on_cpu(*t.rng) ? lists->copy<int64_t>(*t.rng) : static_cast<const int64_t *>(t.rng->data);
     if (t.block_rows) p.blocks = kept_blocks();
     p.forms = forms();
-    p.program = programs.program;
+    p.program = programs.program, p.captured[score::kSlopesRead] = score::captured_of(t.alibi_slopes);
 #define STROBE_CAPTURED(name, place) p.place = score::captured_of(t.name);
 #include "strobe/fields.inc"
     if (part) p.part = *part;

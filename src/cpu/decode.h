@@ -73,7 +73,7 @@ template <class T> __attribute__((noinline)) void score_row(const Head<T> &head,
   using V = Vec<T>;
   const Problem &p = *head.p;
   const int64_t count = keys.end - keys.begin;
-  const V distance = V(T(i + head.band.offset - keys.begin)) - V::iota();
+  const V distance = V(T(head.opposite(i) - keys.begin)) - V::iota();
   const ScoreTerms<T> terms(head);
   const int64_t lanes = round_to(count, 16);
   const score::Scores of_functions{i, keys.begin, 1, lanes, lanes};

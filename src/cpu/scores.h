@@ -32,13 +32,14 @@ template <class T> struct Head {
   BlockRow no_blocks{nullptr, 0, 0};
   const Problem *p;
 
-  bool additive; // there is a function of q.k, ALiBi or a bias: scores are kept in their own unit, otherwise as q.k
+  bool additive; // there is a function of q.k, a penalty or a bias: scores are kept in their own unit, otherwise as q.k
   T scale, unit; // score = q.k * scale; exp2's argument = (s - m) * unit
   T slack;       // how far m may lag behind the running maximum
   T sign;        // the factor of Q, chosen so that q.k grows with the score
   T cap, slope;
   const score::Bytecode *code; // the functions of the score and of the mask; null: there are none
   bool computes, hides;        // computes: the code computes scores; hides: it may hide keys
+  bool penalised;              // the penalty's slope times a distance is subtracted
   bool dropout;
   DropoutKey key;
   u32 threshold;
@@ -53,15 +54,14 @@ template <class T> struct Head {
     code = problem.bytecode;
     computes = code && code->forward.score.slot >= 0;
     hides = computes || (code && code->forward.seen.slot >= 0);
-    additive = curved(problem) || problem.alibi_slopes || problem.bias || outsized(problem.scale);
+    penalised = code && code->penalised;
+    additive = curved(problem) || penalised || problem.bias || outsized(problem.scale);
     sign = !additive && problem.scale < 0 ? T(-1) : T(1);
     scale = T(additive ? problem.scale : problem.scale * double(sign));
     unit = T(additive ? kLog2e<double> : double(scale) * kLog2e<double>);
     slack = problem.exact_max ? T(0) : T(8) / unit; // P <= 2^8
     cap = T(code ? code->cap : 0);
-    slope = problem.alibi_slopes
-                ? load_as<T>(problem.alibi_slopes.dtype, problem.alibi_slopes.data, problem.alibi_slopes.index(batch, head, 0, 0))
-                : T(0);
+    slope = penalised ? number(code->slope) : T(0);
     dropout = problem.dropout > 0;
     if (dropout) {
       key = problem.rng ? dropout_key(u64(problem.rng[0]), u64(problem.rng[1])) : dropout_key(problem.seed, problem.offset);
@@ -69,6 +69,8 @@ template <class T> struct Head {
     }
   }
 
+  // What the penalty's slope is multiplied by counts from this key.
+  STROBE_INLINE int64_t opposite(int64_t i) const { return i + (penalised && !code->counts_offset ? 0 : band.offset); }
   // Whether the score is not linear in q.k.
   static STROBE_INLINE bool curved(const Problem &problem) { return problem.bytecode && problem.bytecode->curved; }
   // The factor from scores as they are kept to scores in their own unit.
@@ -92,6 +94,17 @@ template <class T> struct Head {
   }
 
 private:
+  STROBE_INLINE T number(const score::HeadNumber &x) const {
+    int64_t at = 0;
+    for (int32_t axis = 0; axis < x.rank; ++axis) {
+      const auto &of = x.axes[axis];
+      int64_t index = (of.of_head ? p->part.first_head + h : p->part.first_batch + b) - of.first;
+      if (index < 0) index += of.size; // it counts from the end
+      at += clamp(index, 0, of.size - 1) * of.stride;
+    }
+    const T value = load_as<T>(x.dtype, x.data, at);
+    return x.negative ? -value : value;
+  }
   // Whether the scale must multiply the scores and not exp2's argument: the scale's reciprocal leaves FP32's range, or the scale makes
   // scores of 2^31 and more, whose rounding would become a factor outside that range.
   static STROBE_INLINE bool outsized(double scale) { return !(__builtin_fabs(scale) > 1e-30 && __builtin_fabs(scale) <= 1e4); }
@@ -172,15 +185,16 @@ STROBE_INLINE void run_functions(const Head<T> &head, score::Scores t, bool keys
 // From q.k of a head to the score before bias and mask.
 template <class T> struct ScoreTerms {
   using V = Vec<T>;
-  const bool additive, computed, capped, distances, linear; // computed: by the caller's function; linear: ALiBi is added
+  const bool additive, computed, capped, distances; // computed: by the caller's function
+  const bool penalised, has_sign;
   const V scale, cap, inverse_cap, slope, beta, beta_ln2, shift;
 
   STROBE_INLINE explicit ScoreTerms(const Head<T> &head)
       : additive(head.additive), computed(head.computes), capped(has_form(head, score::Form::softcap)),
-        distances(has_form(head, score::Form::hyperbolic)), linear(head.p->alibi_slopes), scale(head.scale), cap(head.cap),
-        inverse_cap(T(1) / head.cap), slope(head.slope), beta(T(head.code ? head.code->beta : 0)),
+        distances(has_form(head, score::Form::hyperbolic)), penalised(head.penalised), has_sign(penalised && head.code->has_sign),
+        scale(head.scale), cap(head.cap), inverse_cap(T(1) / head.cap), slope(head.slope), beta(T(head.code ? head.code->beta : 0)),
         beta_ln2(T(head.code ? head.code->beta * kLn2<double> : 0)), shift(T(head.code ? head.code->shift : 0)) {}
-  // distance: from keys to queries. keep(d score / d (scaled q.k)) is called if the score is a function of q.k.
+  // distance: the penalty's. keep(d score / d (scaled q.k)) is called if the score is a function of q.k.
   template <class Keep> STROBE_INLINE V operator()(V x, V distance, Keep &&keep) const {
     if (!additive) return x;
     if (!computed) x *= scale;
@@ -192,7 +206,7 @@ template <class T> struct ScoreTerms {
       x = hyperbolic(arccosh2(-x, derivative), beta_ln2, beta, shift, derivative);
       keep(derivative);
     }
-    return linear ? x + alibi(slope, distance) : x;
+    return !penalised ? x : has_sign ? x - slope * distance : x + alibi(slope, distance);
   }
   // add: the bias; or -inf, which hides the key, as a -inf from the caller's function does.
   STROBE_INLINE V plus(V x, V add) const {
@@ -227,9 +241,9 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
   const ScoreTerms<T> terms(head);
   const score::Scores of_functions{t.i0, t.j0, t.keys, t.width, t.width};
   if (head.computes) run_functions(head, of_functions, true, scratch.functions, s, slopes);
-  const bool more = !head.computes || terms.linear || use_add || band_masked;
+  const bool more = !head.computes || terms.penalised || use_add || band_masked;
   for (int64_t lane = 0; more && lane < t.width; lane += L) {
-    V distance = V(T(t.i0 + lane + head.band.offset - t.j0)) + V::iota();
+    V distance = V(T(head.opposite(t.i0 + lane) - t.j0)) + V::iota();
     V first = band_masked ? V::load(scratch.first + lane) : V(T(0)), last = band_masked ? V::load(scratch.last + lane) : V(T(0));
     for (int64_t j = 0; j < t.keys; ++j) {
       T *at = s + j * t.width + lane;

@@ -16,9 +16,9 @@ std::string against(const Problem &p) {
   if (p.page_size) return "no page_table: k and v are one tensor each";
   if (p.quantised()) return "no quantised k and v: they have q's dtype";
   if (p.seqused_k) return "no seqused_k: all keys count";
-  if (p.program && p.program->is_given()) return "no functions of the score or the mask";
-  if (p.mask || p.bias || p.alibi_slopes || p.program || p.sinks || p.blocks.present || p.dropout > 0)
-    return "no mask, bias, ALiBi, softcap, hyperbolic scores, sinks, block mask or dropout; causal and windows only";
+  if (p.program) return "no ALiBi, softcap or hyperbolic scores, and no functions of the score or the mask";
+  if (p.mask || p.bias || p.sinks || p.blocks.present || p.dropout > 0)
+    return "no mask, bias, sinks, block mask or dropout; causal and windows only";
   if (p.invariant) return "not invariant: its sums are the papers' own, in tiles that begin where a tile of queries sees keys";
   if (p.dlse) return "no gradient through LSE";
   if (p.auxiliary()) return "no max_logit or column_sums";

@@ -107,7 +107,7 @@ struct Head {
   const Tokens q, k;
   const std::vector<int64_t> place_q, place_k;
   const int64_t offset;
-  const double slope, sink;
+  const double sink;
   const Dropout dropout;
   const oracle::Function function, seen;
   const Matrix Q, K, V, dO;
@@ -117,7 +117,7 @@ struct Head {
         place_q(places(p.part.q, p.part.batch_q, p.part.count_q, b, q)), place_k(places(p.part.k, p.part.batch_k, p.part.count_k, b, k)),
         offset(p.bottom_right ? whole(p.part.seqlens_k, p.part.batch_lens_k, b, k) - whole(p.part.seqlens_q, p.part.batch_lens_q, b, q)
                               : 0),
-        slope(p.alibi_slopes ? load(p.alibi_slopes, b, h, 0, 0) : 0), sink(p.sinks ? load(p.sinks, 0, h, 0, 0) : -kInfinity),
+        sink(p.sinks ? load(p.sinks, 0, h, 0, 0) : -kInfinity),
         dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), function(score_of(p)),
         seen(p.program ? made(p, p.program->graph, p.program->seen) : oracle::Function({}, -1, nullptr)),
         Q(p.q, b, h, q, p.head_dim, p.q_scale), K(p.k, b, h_kv, k, p.head_dim, p.k_scale), V(p.v, b, h_kv, k, p.head_dim_v, p.v_scale),
@@ -160,11 +160,11 @@ struct Head {
     double s = p.scale * dot(Q[i], K[j], p.head_dim), ds = 1;
     if (function) {
       oracle::Dual f = function.real(pair(i, j, s));
-      if (p.program->form == score::Form::hyperbolic && -s <= 1) f.slope = 0; // however the caller's graph computes arccosh(max(-x, 1))
+      if (p.program->rest().form == score::Form::hyperbolic && -s <= 1)
+        f.slope = 0; // however the caller's graph computes arccosh(max(-x, 1))
       if (f.value == -kInfinity) return {-kInfinity, 0};
       s = f.value, ds = f.slope;
     }
-    if (p.alibi_slopes) s += -slope * double(std::abs(behind(i, j)));
     if (p.bias) s += load(p.bias, b, h, i, place_k[j]);
     return {s, ds};
   }

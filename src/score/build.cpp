@@ -212,7 +212,7 @@ private:
 
 // Keeps the nodes that the program's results and these nodes need.
 void prune(Program &p, std::vector<int32_t *> roots = {}) {
-  roots.insert(roots.end(), {&p.score, &p.slope, &p.seen, &p.penalty.slope});
+  roots.insert(roots.end(), {&p.score, &p.slope, &p.seen, &p.penalty.slope, &p.penalty.rest_score});
   std::vector<int32_t> nodes;
   for (const int32_t *root : roots) nodes.push_back(*root);
   const std::vector<bool> needed = p.graph.needed_by(nodes);
@@ -234,8 +234,8 @@ std::array<uint32_t, 2> digest(const Program &p, const CapturedTensors &given, c
   auto add = [&](auto... numbers) { (hash.add(uint64_t(int64_t(numbers))), ...); };
   for (const Node &n : p.graph.nodes())
     add(int32_t(n.op), int32_t(n.kind), n.captured, n.count, n.inputs[0], n.inputs[1], n.inputs[2], n.inputs[3]);
-  add(p.score, p.slope, p.seen, int32_t(p.form), p.penalty.slope, p.penalty.has_sign, p.penalty.counts_offset,
-      int32_t(p.penalty.rest.form));
+  add(p.score, p.slope, p.seen, int32_t(p.form), p.penalty.slope, p.penalty.has_sign, p.penalty.counts_offset, int32_t(p.penalty.rest.form),
+      p.penalty.rest_score, p.penalty.is_option);
   for (const strobe_tensor *t : given) t ? add(t->dtype, t->rank) : add(0, -1);
   for (const LoadGradient &g : loads) add(g.load, g.slope, int32_t(g.lines));
   return hash.words();
@@ -250,7 +250,8 @@ std::shared_ptr<const Program> finished(const std::shared_ptr<Program> &program,
 }
 
 // The program of the wanted gradients; from: the call's functions.
-std::shared_ptr<const GradientProgram> gradients_of(const Program &from, const CapturedTensors &given, const CapturedTensors &wanted) {
+std::shared_ptr<const GradientProgram> gradients_of(const Program &from, const CapturedTensors &given, const CapturedTensors &wanted,
+                                                    const AlibiSlopes &slopes) {
   auto program = std::make_shared<GradientProgram>();
   static_cast<Program &>(*program) = from;
   program->form = Form::general;
@@ -261,6 +262,7 @@ std::shared_ptr<const GradientProgram> gradients_of(const Program &from, const C
     const int32_t slope = derivative(program->graph, from.score, n);
     if (slope >= 0) program->loads.push_back({n, slope, lines_of(from.graph, n)});
   }
+  add_alibi(*program, slopes);
   std::vector<int32_t *> roots;
   for (LoadGradient &g : program->loads) roots.insert(roots.end(), {&g.load, &g.slope});
   prune(*program, roots);
@@ -321,16 +323,22 @@ Captured captured_of(const strobe_tensor *t) {
   return c;
 }
 
-std::shared_ptr<const Program> built_in(const BuiltIn &form) {
-  thread_local std::shared_ptr<const Program> last; // the same option comes again and again
-  if (form.form == Form::identity) return nullptr;
-  if (last && static_cast<const BuiltIn &>(*last) == form) return last;
+std::shared_ptr<const Program> built_in(const BuiltIn &form, const AlibiSlopes &slopes) {
+  thread_local struct { // the same options come again and again
+    BuiltIn form;
+    AlibiSlopes slopes;
+    std::shared_ptr<const Program> program;
+  } last;
+  if (last.form == form && last.slopes == slopes) return last.program;
   auto program = std::make_shared<Program>();
   set_form(*program, form);
-  return last = finished(program, {});
+  add_alibi(*program, slopes);
+  last = {form, slopes, finished(program, {})};
+  return last.program;
 }
 
-Programs make_programs(const strobe_attention &a, const CapturedTensors &given, const CapturedTensors &wanted, Reasons &reasons) {
+Programs make_programs(const strobe_attention &a, const CapturedTensors &given, const CapturedTensors &wanted, Reasons &reasons,
+                       const AlibiSlopes &slopes) {
   const size_t before = reasons.size();
   auto program = std::make_shared<Program>();
   std::vector<Reader> readers;
@@ -356,9 +364,9 @@ Programs make_programs(const strobe_attention &a, const CapturedTensors &given, 
                   Argument{kCaptured[c]});
   }
   if (reasons.size() > before) return {};
-  if (readers.empty()) return {built_in(asked_form(a)), nullptr};
+  if (readers.empty()) return {built_in(asked_form(a), slopes), nullptr};
   Programs made;
-  if (wants) made.gradients = gradients_of(*program, given, wanted);
+  if (wants) made.gradients = gradients_of(*program, given, wanted, slopes);
   if (a.score_function) {
     const int32_t score = program->score;
     match(*program); // adds nodes
@@ -367,6 +375,7 @@ Programs make_programs(const strobe_attention &a, const CapturedTensors &given, 
   } else {
     set_form(*program, asked_form(a));
   }
+  add_alibi(*program, slopes);
   made.program = finished(program, given);
   return made;
 }

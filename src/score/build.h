@@ -14,8 +14,8 @@ using CapturedTensors = std::array<const strobe_tensor *, STROBE_MOST_CAPTURED>;
 void check_captured_tensor(int32_t n, const strobe_tensor &, TensorChecks &, Reasons &);
 Captured captured_of(const strobe_tensor *); // null: not given
 
-// The program of one of the forms; null: of the identity.
-std::shared_ptr<const Program> built_in(const BuiltIn &);
+// The program of one of the forms, and of ALiBi if slopes are given; null: of the identity alone.
+std::shared_ptr<const Program> built_in(const BuiltIn &, const AlibiSlopes & = {});
 
 // Adds the reasons against dcaptured_n (null: not wanted). oracle: the gradient is float64.
 void check_gradient(int32_t n, const strobe_tensor *gradient, const strobe_tensor *captured, bool oracle, TensorChecks &, Reasons &);
@@ -26,7 +26,8 @@ struct Programs {
 };
 // The programs of the options and of score_function and mask_function, which are copied; none if a reason was added. A captured tensor
 // that was refused already adds no reason. wanted: the gradients, dcaptured_0 to dcaptured_7.
-Programs make_programs(const strobe_attention &, const CapturedTensors &, const CapturedTensors &wanted, Reasons &);
+Programs make_programs(const strobe_attention &, const CapturedTensors &, const CapturedTensors &wanted, Reasons &,
+                       const AlibiSlopes & = {});
 inline std::shared_ptr<const Program> make_program(const strobe_attention &a, const CapturedTensors &given, Reasons &reasons) {
   return make_programs(a, given, {}, reasons).program;
 }

@@ -151,8 +151,6 @@ private:
   std::vector<Stage> stages_;
 };
 
-bool has_a_form(const Program &program) { return program.score < 0 || program.form != Form::general; }
-
 // The instructions of one direction by stage, in the order of the graph.
 struct Listing {
   std::vector<Instruction> of[4];
@@ -451,12 +449,12 @@ struct Shape {
   int64_t dtype, batches, heads, most_q, longest_q, most_k, longest_k;
   struct {
     int64_t dtype, rank, size[4], stride[4];
-  } captured[STROBE_MOST_CAPTURED];
+  } captured[kSlopesRead + 1];
 
   explicit Shape(const Problem &p)
       : dtype(int64_t(p.dtype)), batches(p.part.first_batch + p.batch), heads(p.part.first_head + p.heads), most_q(p.size_q()),
         longest_q(p.longest_q()), most_k(p.size_k()), longest_k(p.longest_k()), captured{} {
-    for (size_t n = 0; n < STROBE_MOST_CAPTURED; ++n) {
+    for (size_t n = 0; n < std::size(captured); ++n) {
       const Captured &c = p.captured[n];
       captured[n].dtype = int64_t(c.dtype), captured[n].rank = c.rank;
       for (int32_t axis = 0; axis < c.rank; ++axis) captured[n].size[axis] = c.size[axis], captured[n].stride[axis] = c.stride[axis];
@@ -464,13 +462,38 @@ struct Shape {
   }
   bool operator==(const Shape &other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 };
-static_assert(sizeof(Shape) == (7 + 10 * STROBE_MOST_CAPTURED) * sizeof(int64_t)); // no padding
+static_assert(sizeof(Shape) == (7 + 10 * (kSlopesRead + 1)) * sizeof(int64_t)); // no padding
+
+// The number that a node is; none if it is not one element of a tensor.
+HeadNumber head_number(const Problem &p, const Graph &graph, int32_t n) {
+  HeadNumber made;
+  for (; graph[n].op == Op::NEGATE; n = graph[n].inputs[0]) made.negative = !made.negative;
+  const Node &load = graph[n];
+  if (load.op != Op::LOAD || load.count > 2) return {};
+  const Captured &from = p.captured[load.captured];
+  for (int32_t axis = 0; axis < load.count; ++axis) {
+    const Node *index = &graph[load.inputs[size_t(axis)]];
+    auto &to = made.axes[axis];
+    to.size = from.size[axis], to.stride = from.stride[axis];
+    if (index->op == Op::SUBTRACT && graph[index->inputs[1]].op == Op::INTEGER)
+      to.first = graph[index->inputs[1]].integer, index = &graph[index->inputs[0]];
+    if (index->op != Op::BATCH && index->op != Op::HEAD) return {};
+    to.of_head = index->op == Op::HEAD;
+  }
+  made.captured = load.captured, made.rank = load.count, made.dtype = from.dtype, made.data = from.data;
+  return made;
+}
 
 std::shared_ptr<Compiled> compiled(const Problem &p) {
   const Program &program = *p.program;
-  const bool own_code = has_a_form(program);
-  const int32_t score = own_code ? -1 : program.score, slope = own_code ? -1 : program.slope;
   auto made = std::make_shared<Compiled>();
+  if (program.penalty.slope >= 0) made->slope = head_number(p, program.graph, program.penalty.slope);
+  made->penalised = made->slope.captured >= 0;
+  made->has_sign = program.penalty.has_sign, made->counts_offset = program.penalty.counts_offset;
+  const BuiltIn &form = made->penalised ? program.penalty.rest : program;
+  const bool computed = form.form == Form::general;
+  const int32_t score = !computed ? -1 : made->penalised ? program.penalty.rest_score : program.score;
+  const int32_t slope = computed ? program.slope : -1;
   if (score >= 0 || program.seen >= 0) {
     const Analysis analysis(p, program.graph);
     made->forward_list = Compiler(p, analysis, program.graph).run(score, -1, program.seen);
@@ -478,8 +501,8 @@ std::shared_ptr<Compiled> compiled(const Problem &p) {
     made->backward_list = Compiler(p, analysis, program.graph).run(score, slope, program.seen);
     made->backward = made->backward_list.code();
   }
-  static_cast<BuiltIn &>(*made) = program;
-  made->curved = program.curved();
+  static_cast<BuiltIn &>(*made) = form;
+  made->curved = form.form != Form::identity;
   made->scratch_bytes = std::max(scratch_bytes(made->forward), scratch_bytes(made->backward));
   if (p.gradient_program) compile_loads(p, *made);
   made->add_elements(made->forward_list), made->add_elements(made->backward_list);
@@ -508,6 +531,7 @@ std::shared_ptr<Bytecode> compile(const Problem &p) {
     kept.insert(kept.begin(), {p.program, p.gradient_program, shape, compiled(p)});
   } else {
     for (Instruction *x : found->code->elements) x->data = p.captured[x->integer].data;
+    if (HeadNumber &slope = found->code->slope; slope.captured >= 0) slope.data = p.captured[slope.captured].data;
     std::rotate(kept.begin(), found, found + 1);
   }
   return kept.front().code;

@@ -86,9 +86,25 @@ struct LoadCode {
   bool slope_is_one = false, slope_reads_score = false, place_reads_score = false;
 };
 
+// A captured tensor's element for each head, or sequence and head. It is read directly: executing code for one number would take longer
+// than the scores of a short row.
+struct HeadNumber {
+  int32_t captured = -1, rank = 0; // captured: -1, there is none
+  bool negative = false;           // it is taken with the other sign
+  DType dtype = DType::none;
+  const char *data = nullptr;
+  struct {
+    bool of_head = false;                    // the index is head - first, otherwise batch - first
+    int64_t first = 0, size = 1, stride = 0; // of the axis; stride in elements
+  } axes[2];
+};
+
 struct Bytecode : BuiltIn { // the numbers of its form
   Code forward, backward;   // backward: with the slope
   bool curved = false;      // whether scores are not linear in q.k
+  // Whether slope * distance is subtracted from what form or code compute, and which distance (Penalty).
+  bool penalised = false, has_sign = false, counts_offset = false;
+  HeadNumber slope;
   const LoadCode *loads = nullptr;
   int32_t load_count = 0;
   // Executes code on s, scores before the program, in place; a hidden pair's score becomes -inf. slopes (optional): receives df/dx.
@@ -99,8 +115,8 @@ struct Bytecode : BuiltIn { // the numbers of its form
 // Values that the executor holds at a time.
 inline constexpr int64_t kValuesAtOnce = 512, kRowsAtOnce = 64, kVectorRoom = 128; // kVectorRoom: bytes of a vector, if its lanes were wide
 
-// The bytecode of problem.program. If its score is a form (softcap, hyperbolic), engines compute it by their own code, and only the mask is
-// compiled.
+// The bytecode of problem.program. Engines compute forms (softcap, hyperbolic), and a penalty whose slope is a number of the head, by their
+// own code; the rest of the score and the mask are compiled.
 std::shared_ptr<Bytecode> compile(const Problem &);
 
 } // namespace strobe::score

@@ -86,18 +86,23 @@ int32_t instructions_of(const Node &x) {
 
 } // namespace
 
-bool only_adds(const Program &p) { return p.score >= 0 && only_adds(p.graph, p.score, p.slope); }
+bool only_adds(const Program &p, bool without_penalty) {
+  const int32_t score = without_penalty ? p.rest_score() : p.score;
+  return score >= 0 && only_adds(p.graph, score, p.slope);
+}
 
-CudaFunctions::CudaFunctions(const Problem &p, bool scored, int32_t penalty)
-    : CudaFunctions(p, p.program, {}, scored ? p.program->score : -1, scored ? p.program->slope : -1, penalty) {}
-CudaFunctions::CudaFunctions(const Problem &p, bool scored, const std::shared_ptr<const GradientProgram> &gradients)
-    : CudaFunctions(p, gradients, gradients->loads, scored ? gradients->score : -1, -1, -1) {}
+CudaFunctions::CudaFunctions(const Problem &p, bool scored, bool penalised) : CudaFunctions(p, p.program, {}, scored, scored, penalised) {}
+CudaFunctions::CudaFunctions(const Problem &p, bool scored, bool penalised, const std::shared_ptr<const GradientProgram> &gradients)
+    : CudaFunctions(p, gradients, gradients->loads, scored, false, penalised) {}
 
-CudaFunctions::CudaFunctions(const Problem &p, std::shared_ptr<const Program> program, const std::vector<LoadGradient> &loads,
-                             int32_t score, int32_t slope, int32_t penalty)
-    : program_(std::move(program)), graph_(program_->graph), dtype_(p.dtype), captured_(std::to_array(p.captured)), loads_(loads),
-      score_(score), slope_(slope), seen_(program_->seen), penalty_(penalty), batch_(p.batch), heads_(p.heads), seqlen_q_(p.seqlen_q),
-      seqlen_k_(p.seqlen_k) {
+CudaFunctions::CudaFunctions(const Problem &p, const std::shared_ptr<const Program> &program, const std::vector<LoadGradient> &loads,
+                             bool scored, bool differentiated, bool penalised)
+    : program_(program), graph_(program_->graph), dtype_(p.dtype), captured_(std::to_array(p.captured)), loads_(loads),
+      score_(!scored     ? -1
+             : penalised ? program->rest_score()
+                         : program->score),
+      slope_(differentiated ? program->slope : -1), seen_(program_->seen), penalty_(penalised ? program->penalty.slope : -1),
+      batch_(p.batch), heads_(p.heads), seqlen_q_(p.seqlen_q), seqlen_k_(p.seqlen_k) {
   const int64_t most = std::max({p.part ? p.part.first_batch + p.batch : p.batch, p.part ? p.part.heads : p.heads, p.size_q(), p.size_k(),
                                  p.part ? p.part.first_head + p.heads : 0});
   most_position_ = most < kShortPosition ? kShortPosition : INT32_MAX;
@@ -149,7 +154,7 @@ void CudaFunctions::find_ahead(const Problem &p, const std::vector<int32_t> &roo
     const int64_t length = 2 * kRoomAhead + (x.by == kOfKey ? 0 : p.seqlen_q) + (x.by == kOfQuery ? 0 : p.seqlen_k);
     return double(x.of_batch ? p.batch : 1) * double(x.of_head ? p.heads : 1) * double(length) * kPairsOfValue > pairs;
   });
-  const size_t places = size_t(std::ranges::count_if(captured_, [](const Captured &x) { return !x; }));
+  const size_t places = size_t(std::count_if(captured_.begin(), captured_.begin() + STROBE_MOST_CAPTURED, [](auto &x) { return !x; }));
   if (found.size() > places) found.resize(places);
   double saved = 0;
   for (const Ahead &x : found) saved += x.saved;
@@ -355,7 +360,7 @@ FunctionArguments CudaFunctions::arguments() const {
       a.numbers[i] = std::bit_cast<uint32_t>(float(x.real));
   }
   for (size_t i = 0; i < divisors_.size(); i++) a.divisors[i] = Divisor::make(uint32_t(graph_[divisors_[i]].integer));
-  for (int i = 0; i < STROBE_MOST_CAPTURED; i++) {
+  for (int i = 0; i < FunctionArguments::kRead; i++) {
     const Captured &x = captured_[size_t(i)];
     if (!x) continue;
     a.captured[i].data = x.data;

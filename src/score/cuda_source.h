@@ -13,16 +13,17 @@
 
 namespace strobe::score {
 
-// Whether the derivative of the program's score by x is 1 for every pair that the score does not hide by -inf.
-bool only_adds(const Program &);
+// Whether the derivative by x of the program's score, or of that without its penalty, is 1 for every pair that the score does not hide by
+// -inf.
+bool only_adds(const Program &, bool without_penalty);
 
 class CudaFunctions {
 public:
   // scored: the program's score and slope are generated; otherwise only `seen`, because a kernel has its own code for the score.
-  // penalty: the node of ALiBi's slope, where it is the program's; -1: it is not.
-  CudaFunctions(const Problem &, bool scored, int32_t penalty = -1);
+  // penalised: kernels compute the program's penalty by their own code, and the score is the rest.
+  CudaFunctions(const Problem &, bool scored, bool penalised);
   // The functions of the passes that make the gradients of captured tensors: those of the problem's gradient_program, and its loads.
-  CudaFunctions(const Problem &, bool scored, const std::shared_ptr<const GradientProgram> &);
+  CudaFunctions(const Problem &, bool scored, bool penalised, const std::shared_ptr<const GradientProgram> &);
 
   // A hash of all that the source depends on: equal sources have equal hashes.
   std::array<int32_t, 2> digest() const { return digest_; }
@@ -45,8 +46,8 @@ public:
   std::string formula_ahead(const Ahead &) const;
 
 private:
-  CudaFunctions(const Problem &, std::shared_ptr<const Program>, const std::vector<LoadGradient> &loads, int32_t score, int32_t slope,
-                int32_t penalty);
+  CudaFunctions(const Problem &, const std::shared_ptr<const Program> &, const std::vector<LoadGradient> &loads, bool scored,
+                bool differentiated, bool penalised);
   void find_ranges();
   void find_exact();
   void find_limited();
@@ -77,7 +78,7 @@ private:
   const std::shared_ptr<const Program> program_;
   const Graph &graph_;
   const DType dtype_;
-  std::array<Captured, STROBE_MOST_CAPTURED> captured_;
+  std::array<Captured, FunctionArguments::kRead> captured_;
   std::vector<LoadGradient> loads_; // whose gradients are generated
   int32_t score_, slope_, seen_, penalty_;
   int64_t most_position_;         // an upper bound of positions, sequences and heads

@@ -158,7 +158,7 @@ public:
       if (std::optional<Product> added = product(input(n, 1 - side))) {
         if (is(n, Op::ADD)) added->negative = !added->negative; // rest + x is rest - (-x)
         const int32_t slope = added->negative ? graph.add(Op::NEGATE, {added->factor}) : added->factor;
-        return Penalty{slope, added->has_sign, added->counts_offset, *rest};
+        return Penalty{.slope = slope, .has_sign = added->has_sign, .counts_offset = added->counts_offset, .rest = *rest};
       }
     }
     return {};
@@ -294,12 +294,45 @@ void match(Program &p) {
     p.form = Form::general, p.penalty = PenaltyMatcher(p.graph).penalty(p.score).value_or(Penalty{});
 }
 
+namespace {
+
+// The score less slope |i + offset - j|. In a part, the slopes are those of its own sequences and heads.
+int32_t less_alibi(Graph &g, int32_t score, const AlibiSlopes &slopes, int32_t &slope) {
+  const auto index = [&](Op op, int64_t first) {
+    const int32_t n = g.add(op);
+    return slopes.in_part ? g.add(Op::SUBTRACT, {n, g.integer(first)}) : n;
+  };
+  std::vector<int32_t> indices;
+  if (slopes.rank == 2) indices.push_back(index(Op::BATCH, slopes.first_batch));
+  indices.push_back(index(Op::HEAD, slopes.first_head));
+  slope = g.load(kSlopesRead, Kind::real, indices);
+  const int32_t difference = g.add(Op::SUBTRACT, {g.add(Op::ADD, {g.add(Op::QUERY), g.add(Op::OFFSET)}), g.add(Op::KEY)});
+  return g.add(Op::SUBTRACT, {score, g.add(Op::MULTIPLY, {slope, g.add(Op::TO_REAL, {g.add(Op::ABSOLUTE, {difference})})})});
+}
+
+} // namespace
+
+void add_alibi(Program &p, const AlibiSlopes &slopes) {
+  if (!slopes.rank) return;
+  Penalty added{.counts_offset = true, .is_option = true, .rest = p, .rest_score = p.score};
+  if (p.given) {
+    int32_t unused;
+    Graph graph = *p.given;
+    p.given_score = less_alibi(graph, p.given_score, slopes, unused);
+    p.given = std::make_shared<const Graph>(std::move(graph));
+  }
+  p.score = less_alibi(p.graph, p.score < 0 ? p.graph.add(Op::SCORE) : p.score, slopes, added.slope);
+  static_cast<BuiltIn &>(p) = {.form = Form::general}, p.penalty = added;
+}
+
 std::vector<std::pair<const char *, std::string>> in_words(const Program &p) {
   std::vector<std::pair<const char *, std::string>> lines;
-  if (p.form == Form::softcap) lines.emplace_back("softcap", text(p.cap));
-  if (p.form == Form::hyperbolic) lines.emplace_back("score", text("hyperbolic: -", p.beta, " arccosh(max(-x, 1)) - ", p.shift));
-  if (p.form == Form::general) lines.emplace_back("score", "f(x, b, h, i, j) = " + formula(p.graph, p.score));
-  if (p.form == Form::general && p.slope >= 0) lines.emplace_back("df/dx", formula(p.graph, p.slope));
+  const BuiltIn &form = p.penalty.is_option ? p.penalty.rest : p;
+  const int32_t score = p.penalty.is_option ? p.penalty.rest_score : p.score;
+  if (form.form == Form::softcap) lines.emplace_back("softcap", text(form.cap));
+  if (form.form == Form::hyperbolic) lines.emplace_back("score", text("hyperbolic: -", form.beta, " arccosh(max(-x, 1)) - ", form.shift));
+  if (form.form == Form::general) lines.emplace_back("score", "f(x, b, h, i, j) = " + formula(p.graph, score));
+  if (form.form == Form::general && p.slope >= 0) lines.emplace_back("df/dx", formula(p.graph, p.slope));
   if (p.seen >= 0) lines.emplace_back("mask", "g(b, h, i, j) = " + formula(p.graph, p.seen));
   return lines;
 }

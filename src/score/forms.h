@@ -18,6 +18,8 @@ BuiltIn asked_form(const strobe_attention &);
 void set_form(Program &, const BuiltIn &);
 // Gives a program whose score's graph computes one of the forms that form, or finds the penalty in it.
 void match(Program &);
+// Adds ALiBi to the program's score.
+void add_alibi(Program &, const AlibiSlopes &);
 
 // For explain(): what the program computes, as (label, value).
 std::vector<std::pair<const char *, std::string>> in_words(const Program &);

@@ -1,5 +1,5 @@
 // A call's functions as one graph, from which every engine makes its own code. The score function says what becomes of x = scale q.k before
-// ALiBi and bias are added; the mask function says which keys are hidden. Both are the caller's or built in. docs/functions.md says what a
+// the bias is added; the mask function says which keys are hidden. Both are the caller's or built in. docs/functions.md says what a
 // function means.
 #pragma once
 #include <array>
@@ -85,13 +85,25 @@ struct BuiltIn {
   bool operator==(const BuiltIn &) const = default;
 };
 
-// f(x) = rest(x) - slope * distance, where the slope depends on b and h alone. A caller's function of this kind is ALiBi.
+// f(x) = rest(x) - slope * distance, where the slope depends on b and h alone: ALiBi, the option's or a function of the caller.
 struct Penalty {
   int32_t slope = -1;         // its node; -1: the function is no such sum
   bool has_sign = false;      // the distance is i - j; otherwise |i - j|
   bool counts_offset = false; // the distance is measured from i + offset instead of i
+  bool is_option = false;     // alibi_slopes are given; rest is then any function
   BuiltIn rest;
+  int32_t rest_score = -1; // the node of rest(x), where its form is general
 };
+
+// How the tensor alibi_slopes is read.
+struct AlibiSlopes {
+  int32_t rank = 0; // 1: (H), 2: (B, H); 0: it is not given
+  bool in_part = false;
+  int64_t first_batch = 0, first_head = 0; // in a part: the sequence and the head of its first element
+  bool operator==(const AlibiSlopes &) const = default;
+};
+// Its place among the tensors that a program reads, behind the caller's.
+inline constexpr int32_t kSlopesRead = STROBE_MOST_CAPTURED;
 
 struct Program : BuiltIn {
   Graph graph;
@@ -101,7 +113,7 @@ struct Program : BuiltIn {
   // The caller's own graph of f and its result, where `graph` has a built-in form in its place: what the reference evaluates.
   std::shared_ptr<const Graph> given;
   int32_t given_score = -1;
-  Penalty penalty; // of Form::general
+  Penalty penalty; // of Form::general; engines may compute it beside the rest
   // A hash of everything but the values of constants: equal for programs that differ in these alone.
   std::array<uint32_t, 2> digest{};
 
@@ -109,6 +121,9 @@ struct Program : BuiltIn {
   bool curved() const { return score >= 0; }
   // Whether the score is none of the forms, or keys are hidden.
   bool is_given() const { return form == Form::general || seen >= 0; }
+  // What the penalty is added to; without one, the whole score. Its node, where its form is general.
+  const BuiltIn &rest() const { return penalty.slope >= 0 ? penalty.rest : *this; }
+  int32_t rest_score() const { return penalty.slope >= 0 ? penalty.rest_score : score; }
 };
 
 // The lines of a head's score matrix along which a LOAD reads one and the same element.

@@ -144,7 +144,7 @@ struct Example {
     p.batch = B, p.heads = H, p.heads_kv = H_kv, p.seqlen_q = Sq, p.seqlen_k = Sk, p.head_dim = D, p.head_dim_v = Dv;
     p.total_q = B * Sq, p.total_k = B * Sk;
     p.dtype = DType::f64;
-    p.program = score::built_in({.form = score::Form::softcap, .cap = 1.5});
+    p.program = score::built_in({.form = score::Form::softcap, .cap = 1.5}, {.rank = 2});
     p.scale = 0.7, p.dropout = 0.25, p.seed = 11, p.offset = 3;
     p.window_left = 12, p.window_right = 0;
     for (uint8_t &m : mask) m = generator() % 4 > 0;
@@ -156,7 +156,8 @@ struct Example {
     p.blocks.block_q = p.blocks.block_k = 16;
     p.blocks.rows = 2, p.blocks.cols = 3, p.blocks.kept = 5;
     p.blocks.row_ptr = block_rows, p.blocks.col = block_cols;
-    p.q = q.view(), p.k = k.view(), p.v = v.view(), p.bias = bias.view(), p.alibi_slopes = slopes.view(), p.sinks = sinks.view();
+    p.q = q.view(), p.k = k.view(), p.v = v.view(), p.bias = bias.view(), p.sinks = sinks.view();
+    p.captured[score::kSlopesRead] = {reinterpret_cast<char *>(slopes.values.data()), DType::f64, 2, {B, H, 1, 1}, {H, 1, 0, 0}};
     p.out = out.view(), p.lse = lse.view(), p.dout = dout.view(), p.dlse = dlse.view();
     p.dq = dq.view(), p.dk = dk.view(), p.dv = dv.view(), p.dbias = dbias.view(), p.dsinks = dsinks.view();
   }

@@ -1,6 +1,7 @@
 // Each argument, wrong in each way. The message must be clear, name the argument and the accepted values; and nothing may be written.
 #include "call.h"
 #include "refusals.h"
+#include "score/program.h"
 
 #include <cmath>
 #include <functional>
@@ -626,7 +627,9 @@ TEST_CASE("validate: what the problem says") {
     CHECK(p.q.index(1, 2, 3, 4) == ((1 * H + 2) * Sq + 3) * D + 4);
     CHECK(p.mask.index(1, 2, 3, 4) == (1 * Sq + 3) * Sk + 4);
     CHECK(p.bias.index(1, 2, 3, 4) == 2 * Sk + 4);
-    CHECK(p.alibi_slopes.index(1, 2, 3, 4) == H + 2);
+    CHECK(p.captured[score::kSlopesRead].stride[0] == H);
+    CHECK(p.captured[score::kSlopesRead].stride[1] == 1);
+    CHECK(p.program->penalty.is_option);
     CHECK(p.sinks.index(1, 2, 3, 4) == 2);
     CHECK(p.lse.index(1, 2, 3, 4) == (1 * H + 2) * Sq + 3);
   }

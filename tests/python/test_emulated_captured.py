@@ -136,7 +136,7 @@ print(*(float((x - y).abs().max() / y.abs().max()) for x, y in pairs))
 """
 
 
-@pytest.mark.parametrize(("engine", "dtype"), [("cuda-mma", "bfloat16"), ("cuda-simt", "float32")])
+@pytest.mark.parametrize(("engine", "dtype"), [("cuda-mma", "bfloat16"), ("cuda-simt", "float32"), ("cuda-simt", "float64")])
 def test_more_reads_than_a_set_holds(engine, dtype):
     errors = [float(x) for x in output(MANY_READS, engine, dtype).split()]
     assert len(errors) == 4

@@ -17,6 +17,7 @@ import strobe
 from device import running_on
 
 slopes = torch.tensor([0.05, -0.02])
+eight = [torch.tensor([0.1 * n, -0.2 * n]) for n in range(8)]
 documents = (torch.arange(256) // 100).int()
 prefix = lambda b, h, i, j: (j <= i) | (j < 160)
 beyond = lambda x, b, h, i, j: x + 1 / (200.0 - (i - j))  # infinite at the distance that rows past the last of 200 queries have
@@ -29,6 +30,12 @@ CASES = {  # score, mask, options, keys
     "a step upwards": (lambda x, b, h, i, j: x + torch.where(j < 128, 0.0, 200.0), None, {}, 256),  # P overflows
     "ALiBi": (lambda x, b, h, i, j: x - slopes[h] * (i - j).abs(), None, {"causal": True}, 284),
     "a distance with its sign": (lambda x, b, h, i, j: x + torch.nn.functional.softplus(slopes[h]) * 0.1 * (j - i), None, {}, 284),
+    "eight tensors before ALiBi's option": (
+        lambda x, b, h, i, j: torch.tanh(x) + sum(t[h] for t in eight),
+        None,
+        {"alibi_slopes": slopes, "causal": True},
+        284,
+    ),
     "softcap, ALiBi": (lambda x, b, h, i, j: 3 * torch.tanh(x / 3) - slopes[h] * (i - j).abs(), None, {"causal": True}, 256),
     "infinite past the last query": (beyond, None, {}, 256),
 }
@@ -58,7 +65,8 @@ print(float(torch.stack([(x.double() - y).abs().max() / y.abs().max() for y, x i
     [
         *("full blocks", "full blocks, causal", "full blocks, with a derivative", "blocks of 48 keys, causal"),
         *("hidden by a large number", "a step upwards"),
-        *("ALiBi", "a distance with its sign", "softcap, ALiBi", "infinite past the last query"),
+        *("ALiBi", "a distance with its sign", "softcap, ALiBi", "eight tensors before ALiBi's option"),
+        "infinite past the last query",
     ],
 )
 def test_they_are_right(name):

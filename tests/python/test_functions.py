@@ -109,6 +109,7 @@ def both(xp: Any, array: Callable[[Tensor], Any]) -> dict[str, Callable[..., Any
         "t5": t5,
         "softcap": lambda s, b, h, i, j: 20.0 * xp.tanh(s / 20.0),
         "softcap and alibi": lambda s, b, h, i, j: 5.0 * xp.tanh(s / 5.0) - 0.25 * xp.abs(i - j),
+        "alibi of other heads": lambda s, b, h, i, j: 5.0 * xp.tanh(s / 5.0) - slopes[h - 2] * xp.abs(i - j),
         "document": lambda b, h, i, j: documents[i] == documents[j],
         "prefix": lambda b, h, i, j: (j < 3) | (i >= j),
         "window": lambda b, h, i, j: (i - j <= 4) & (j <= i),

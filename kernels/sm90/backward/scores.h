@@ -18,10 +18,9 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
   using Base::masked, Base::clear_nonfinite_queries;
   using Base::shared, Base::half, Base::lane, Base::warp;
   using typename Base::T;
-  // Whether ALiBi's penalty becomes one multiply-add in the exponent.
-  static constexpr bool kLine = F.alibi && !F.bias && F.function == kLinear && !F.scaled;
+  using Penalty = BackwardPenaltyForm<F>;
   // Whether scores change only by a bias that lies in shared memory together with Q.
-  static constexpr bool kSum = C.bias_by_tma && !F.alibi && F.function == kLinear && !F.scaled;
+  static constexpr bool kSum = C.bias_by_tma && !F.penalty && kAddsOnly<F>;
   static_assert(!F.mask || kM <= 64, "a lane's part of the mask is a word");
 
   const HopperBackwardArguments &a;
@@ -107,7 +106,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
         }
       }
       if constexpr (kClear) clear_nonfinite_queries(step, n);
-    } else if constexpr (F.additive() && !kLine && !kSum) {
+    } else if constexpr (F.additive() && !Penalty::kApplies && !kSum) {
       if (masked(step))
         score<true>(S, P, n, step, allowed, fetched);
       else if (open(step))
@@ -117,12 +116,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
       if constexpr (kClear) clear_nonfinite_queries(step, n);
     } else {
       const u32 lse = shared.lse_of(n) + lane % 4 * 8;
-      float unit = scores.unit, slope = 0, distance = 0; // ALiBi's slope in exp2's unit; first query minus first key
-      if constexpr (kLine) {
-        const i32 q = step.begin + tile::lane_column(0, 0);
-        unit = scores.scale * kLog2e<float>, slope = scores.row(q, step.head).slope * kLog2e<float>;
-        distance = (float)scores.distance(q, key());
-      }
+      const Penalty penalty(scores, step.begin + tile::lane_column(0, 0), step.head, Penalty::kApplies ? key() : 0);
       BackwardBias<C> bias = bias_of(n);
 #pragma unroll
       for (int i = 0; i < kM / 8; ++i) {
@@ -135,19 +129,15 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const float added = bias.at(4 * i + k), score = S[4 * i + k] * scores.scale + added;
-            const float p = exp2(__fmaf_rn(score + negative[k % 2], unit, correction[k % 2]));
+            const float p = exp2(__fmaf_rn(score + negative[k % 2], penalty.unit, correction[k % 2]));
             S[4 * i + k] = added == minus_infinity<float>() ? 0 : p;
           }
           continue;
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          float exponent = __fmaf_rn(S[4 * i + k], unit, negative[k % 2]);
-          if constexpr (kLine) {
-            const float far = distance + (float)(8 * i + k % 2 - k / 2 * 8);
-            exponent = __fmaf_rn(-slope, F.alibi & kSigned ? far : fabsf(far), exponent);
-          }
-          S[4 * i + k] = exp2(exponent);
+          const float exponent = __fmaf_rn(S[4 * i + k], penalty.unit, negative[k % 2]);
+          S[4 * i + k] = exp2(penalty.added(8 * i + k % 2, k / 2 * 8, exponent));
         }
       }
       if (masked(step)) hide(step, [&](int i) { S[i] = 0; });

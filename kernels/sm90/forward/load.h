@@ -74,7 +74,7 @@ template <Config C> struct Load {
   // kernels that do not use it.)
   enum : bool { kStored = C.features.quant != 0, kPaged = C.features.pages != 0 && !kStored };
   static constexpr bool kKnown = C.features.blocks == kFullKnown && !C.split && !C.invariant;
-  static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
+  static constexpr bool kFromDiagonal = C.features.penalty && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
   const Inputs &in;
   const SharedMemory<C> &shared;

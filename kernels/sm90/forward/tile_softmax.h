@@ -181,8 +181,8 @@ template <Config C> struct TileSoftmax {
         if (item.kind() == kFast && !(l < kMost))
           store_shared(group.shared.failed(group.verdicts), 1), store_shared(group.shared.lost(), group.items);
       }
-      bool hidden = hides_by_position(t); // if true: a row may have seen no key yet, or, with ALiBi, only keys past its query
-      if constexpr (kLine && F.alibi) hidden = hidden || !line.before;
+      bool hidden = hides_by_position(t); // if true: a row may have seen no key yet, or only some where a penalty falls
+      if constexpr (kLine) hidden = hidden || line.falls();
       if constexpr (F.hides()) hidden = hidden || __any_sync(0xFFFFFFFFu, is_low(fminf(running.M[0], running.M[1])));
       follows = rising || (follows && hidden);
     }
@@ -232,7 +232,7 @@ private:
   // The row of the lane's element i. column: the lane's first key.
   __device__ __forceinline__ decltype(auto) row_of(int i, i32 column) const {
     const typename Score::Row &found = rows[i / 2 % 2];
-    if constexpr (F.program == 0 || C.packed) {
+    if constexpr (!(F.given() || F.seen) || C.packed) {
       return (found);
     } else {
       typename Score::Row stepped = found;

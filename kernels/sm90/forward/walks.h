@@ -73,7 +73,7 @@ private:
   bool again_ = false;
 };
 
-// A walk over a schedule's keys in another order: from the key opposite the last query downwards, and then upwards from there. ALiBi's
+// A walk over a schedule's keys in another order: from the key opposite the last query downwards, and then upwards from there. A
 // penalty then grows from tile to tile, so that the fixed reference holds. If the window ends on the left, the walk begins at the last
 // visible key, because the keys that a warpgroup sees must be one run in this order too.
 class FromDiagonal {

@@ -123,7 +123,7 @@ template <class Tile> Config with(Config c, const Tile &tile) {
 
 Load load_of(const Config &c) {
   const Features &f = c.features;
-  const int many = 2 * !!f.function + !!f.bias + f.mask + !!f.alibi + f.dropout + f.scaled;
+  const int many = 2 * !!f.function + !!f.bias + f.mask + !!f.penalty + f.dropout + f.scaled;
   if (many > 2) return anything;
   if (many || !c.aligned) return features;
   if (f.part || f.pages) return sparse_band; // the walk, or the rows' addresses, take registers too

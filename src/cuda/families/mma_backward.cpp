@@ -53,8 +53,8 @@ constexpr BackwardTile kBackwardTiles[] = {
 // The number of features that take registers; costlier ones count more.
 int32_t costly_features(const BackwardConfig &c) {
   const Features &f = c.features;
-  const int32_t alibi = f.alibi ? (f.part ? 3 : 1) : 0, dropout = f.dropout ? (f.part ? 3 : f.additive()) : 0;
-  return (f.mask != 0) + (f.bias != 0) + alibi + 2 * f.curved() + (f.given() || f.seen) + dropout + !c.aligned;
+  const int32_t penalty = f.penalty ? (f.part ? 3 : 1) : 0, dropout = f.dropout ? (f.part ? 3 : f.additive()) : 0;
+  return (f.mask != 0) + (f.bias != 0) + penalty + 2 * f.curved() + (f.given() || f.seen) + dropout + !c.aligned;
 }
 
 struct Chosen {

@@ -48,7 +48,7 @@ constexpr int32_t kRowsOfPage = 16; // how many rows of a page one copy loads; k
 // The reason why an invariant call is refused: a query's bits would depend on the queries beside it. Empty if the call is accepted.
 std::string against_invariant(const Problem &p, const Config &c) {
   if (p.bias) return "is not invariant with a bias: a tile that is computed again takes other roundings";
-  if (p.alibi_slopes) return "is not invariant with ALiBi: it is added from where a tile's own queries stand";
+  if (features_of(p).penalty) return "is not invariant with ALiBi: it is added from where a tile's own queries stand";
   if (c.features.function == kCapped && c.reference != sm90::kExact)
     return text("is not invariant with ", score_in_words(p), ": whether it is approximated is said of 16 queries at once");
   return cuts_blocks(p, c.tile_k);

@@ -39,9 +39,9 @@ std::string refusal(const Problem &p, const Features &f) {
   if (p.invariant && f.function == kCapped)
     return text("has no invariant backward with ", score_in_words(p), ": whether it is approximated is said of many scores at once");
   if (beyond_128_keys(p)) {
-    if (f.bias && (f.mask || f.alibi || f.dropout))
+    if (f.bias && (f.mask || f.penalty || f.dropout))
       return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kMostDimOf128Keys);
-    if (f.curved() && f.alibi && f.dropout)
+    if (f.curved() && f.penalty && f.dropout)
       return text("its backward takes ", score_in_words(p), " with at most one of alibi_slopes and dropout where head dimensions exceed ",
                   kMostDimOf128Keys);
     if (f.part && f.curved())

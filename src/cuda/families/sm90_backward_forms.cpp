@@ -24,7 +24,7 @@ bool takes_64_keys(const Problem &p, const Features &f) {
   const bool costly_pair = (f.curved() && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
   // In a part the loading threads walk over ranges; these options leave them too few registers.
   if (f.part && (f.curved() || (f.dropout && in_turns(p)))) return true;
-  const bool crowded = (f.bias != 0) + (f.mask || (f.alibi && f.bias)) + f.curved() + costly_pair > 1;
+  const bool crowded = (f.bias != 0) + (f.mask || (f.penalty && f.bias)) + f.curved() + costly_pair > 1;
   return crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.curved()));
 }
 
@@ -119,7 +119,7 @@ BackwardConfig of_64_keys(const Problem &p, const Features &f) {
 // The form with 128 keys for heads beyond kMostDimOf128Keys. Beside dK and dV, and 32 registers for the rest, a warpgroup has registers for
 // S and dP of a tile of few queries. Null if these would be fewer than 32 queries, or if an option takes more registers.
 std::optional<BackwardConfig> of_fewer_queries(const Problem &p, const Features &f, const Device &device) {
-  const int options = (f.alibi != 0) + (f.mask != 0) + (f.dropout != 0) + (f.function != 0) + f.seen;
+  const int options = (f.penalty != 0) + (f.mask != 0) + (f.dropout != 0) + (f.function != 0) + f.seen;
   BackwardConfig c = begin(p, f);
   if (f.blocks || f.bias || f.scaled || options + (f.part != 0) > 1 || std::max(c.columns(), c.columns_v()) > 192) return {};
   if (!f.part) c.registers_load = 24, c.registers_compute = 240; // a part's loading threads walk over ranges
@@ -210,7 +210,7 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
 // Whether both forms, blocks of 64 and of 128 keys, may serve the call. In heads of up to kMostDimOf128Keys, with dropout or a function of
 // the score, blocks of 128 keys compute dS from P in FP32, and blocks of 64 do not. Invariant: the choice must not depend on lengths.
 bool takes_either(const Problem &p, const Features &f) {
-  const bool wide = beyond_128_keys(p), crowded = !wide && ((f.bias && (f.mask || f.alibi)) || f.curved() || f.dropout);
+  const bool wide = beyond_128_keys(p), crowded = !wide && ((f.bias && (f.mask || f.penalty)) || f.curved() || f.dropout);
   return !(crowded || f.blocks || f.part || p.invariant || p.wishes.persistent.value_or(false));
 }
 

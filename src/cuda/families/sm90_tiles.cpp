@@ -17,18 +17,18 @@ using sm90::Config;
 namespace {
 
 // Which features a tile has registers for.
-constexpr int kFixed = 1;         // the fixed reference
-constexpr int kLagging = 2;       // the maximum of every tile is taken
-constexpr int kAlibi = 4;         // ALiBi; a tanh cap alone or a mask alone needs no more registers than no option
-constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window, if keys are not paged
-constexpr int kBlockSparse = 8;   // block sparsity, with the fixed reference
-constexpr int kDropout = 16;      // dropout; tile_k must be a multiple of 32
-constexpr int kBias = 32;         // a bias loaded by the copy engine, which also takes shared memory
-constexpr int kFunction = 64;     // a hyperbolic score, or functions of the caller
-constexpr int kSeen = 512;        // a function of the mask beside blocks, with the fixed reference
-constexpr int kLight = 1024;      // functions of the caller of few instructions
-constexpr int kFetched = 2048;    // functions of the score of which lanes fetch values ahead
-constexpr int kAnything = 128;    // all of these at once
+constexpr int kFixed = 1;           // the fixed reference
+constexpr int kLagging = 2;         // the maximum of every tile is taken
+constexpr int kPenalty = 4;         // a penalty (ALiBi); a tanh cap alone or a mask alone needs no more registers than no option
+constexpr int kPenaltyInBand = 256; // a penalty under a causal mask or a window, if keys are not paged
+constexpr int kBlockSparse = 8;     // block sparsity, with the fixed reference
+constexpr int kDropout = 16;        // dropout; tile_k must be a multiple of 32
+constexpr int kBias = 32;           // a bias loaded by the copy engine, which also takes shared memory
+constexpr int kFunction = 64;       // a hyperbolic score, or functions of the caller
+constexpr int kSeen = 512;          // a function of the mask beside blocks, with the fixed reference
+constexpr int kLight = 1024;        // functions of the caller of few instructions
+constexpr int kFetched = 2048;      // functions of the score of which lanes fetch values ahead
+constexpr int kAnything = 128;      // all of these at once
 
 // The figures from which a tile's time is predicted. The tile with the least predicted time runs, unless the caller requests tile_q or
 // tile_k.
@@ -53,15 +53,15 @@ constexpr ForwardTile kForwardTiles[] = {
     // D, Dv  groups  tile_k  |  load, compute regs  per SM   loads, what it suits
     { 64,  64,   1,  64,   4,  32, 128,   1,   3, kFixed, {.rate = 0.84}},
     { 64,  64,   3, 128,   4,  32, 160,   0,   1, kFixed, {.least_keys = 8192, .blocks = 1}},
-    { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging | kAlibiInBand, {.rate = 0.96, .blocks = 1}},
+    { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging | kPenaltyInBand, {.rate = 0.96, .blocks = 1}},
     { 64,  64,   3,  64,   4,  40, 152,   1,   1, kDropout | kBias},
-    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kAlibiInBand | kFunction, {.rate = 0.94}},
+    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kPenalty | kPenaltyInBand | kFunction, {.rate = 0.94}},
     { 64,  64,   3,  96,   4,  32, 160,   0,   1, kFetched, {.rate = 1.2}},
     { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout, {.rate = 0.75}},
     { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias, {.rate = 0.7}},
     { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse | kSeen},
     { 64,  64,   2, 128,   4,  56, 224,   1,   1, kBlockSparse | kSeen, {.rate = 0.83}},
-    {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed | kAlibiInBand, {.blocks = 1}},
+    {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed | kPenaltyInBand, {.blocks = 1}},
     {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.rate = 0.88, .blocks = 0.5}},
     {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed, {.rate = 0.54}},
     {128, 128,   3,  64,   3,  32, 160,   0,   1, kFetched, {.rate = 1.0}},
@@ -70,23 +70,23 @@ constexpr ForwardTile kForwardTiles[] = {
     {128, 128,   2, 128,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
     {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias, {.rate = 0.62}},
     {128, 128,   2, 128,   3,  40, 232,   0,   1, kFetched, {.rate = 1.2}},
-    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kAlibiInBand | kFunction, {.rate = 0.83}},
+    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kPenalty | kPenaltyInBand | kFunction, {.rate = 0.83}},
     {128, 128,   2, 128,   3,  56, 224,   1,   1, kBlockSparse},
     {128, 128,   2, 128,   3,  56, 224,   0,   1, kSeen, {.rate = 1.2}},
     {128, 128,   2,  96,   3,  56, 224,   1,   1, kDropout, {.rate = 0.83}},
     {128, 128,   2,  64,   4,  56, 224,   1,   1, kAnything},
-    {192, 128,   2, 128,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand},
-    {192, 192,   2,  96,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand, {.most_keys = 512}},
+    {192, 128,   2, 128,   2,  40, 232,   0,   1, kFixed | kLagging | kPenalty | kPenaltyInBand},
+    {192, 192,   2,  96,   2,  40, 232,   0,   1, kFixed | kLagging | kPenalty | kPenaltyInBand},
+    {256, 256,   2,  64,   2,  40, 232,   0,   1, kFixed | kLagging | kPenalty | kPenaltyInBand, {.most_keys = 512}},
     {256, 256,   2,  80,   2,  40, 232,   0,   1, kFixed | kLagging},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kAlibi | kAlibiInBand | kFunction | kDropout | kBias},
+    {256, 256,   2,  64,   2,  40, 232,   0,   1, kPenalty | kPenaltyInBand | kFunction | kDropout | kBias},
     {256, 256,   2,  64,   2,  56, 224,   0,   1, kBlockSparse},
     {256, 256,   2,  48,   2,  56, 224,   0,   1, kAnything},
     {256, 256,   2,  32,   2,  56, 224,   0,   1, kAnything},
 };
 // clang-format on
 
-constexpr int kPlain = kFixed | kLagging | kAlibi | kAlibiInBand | kFunction | kLight; // at most one of these options, or none
+constexpr int kPlain = kFixed | kLagging | kPenalty | kPenaltyInBand | kFunction | kLight; // at most one of these options, or none
 
 // For quantised K and V. The warpgroup that loads also dequantises, so it has more registers, and shared memory holds tiles as they are
 // stored, too.
@@ -98,7 +98,7 @@ constexpr ForwardTile kQuantisedTiles[] = {
     { 64,  64,   2, 128,   3,  72, 216,   0,   1, kFixed | kLagging | kBlockSparse | kSeen, {.rate = 0.83}, 4},
     { 64,  64,   2,  64,   4,  72, 216,   0,   1, kPlain | kDropout | kAnything, {.rate = 0.7}, 6},
     { 64,  64,   1,  64,   3,  56, 200,   1,   2, kFixed, {.rate = 0.6}, 4},
-    {128, 128,   3,  80,   3,  56, 152,   0,   1, kFixed | kAlibiInBand, {.blocks = 1}, 4},
+    {128, 128,   3,  80,   3,  56, 152,   0,   1, kFixed | kPenaltyInBand, {.blocks = 1}, 4},
     {128, 128,   2, 128,   2,  72, 216,   0,   1, kPlain, {.rate = 0.88, .blocks = 0.5}, 3},
     {128, 128,   2,  96,   2,  72, 216,   0,   1, kFixed | kDropout | kBlockSparse | kSeen, {.rate = 0.83}, 5},
     {128, 128,   1,  64,   2,  56, 200,   0,   2, kFixed, {.rate = 0.54}, 3},
@@ -126,17 +126,18 @@ constexpr int32_t kEightBitColumns[] = {64, 96, 128}; // of V
 int load_of(const Config &c, bool light, bool fetched) {
   const Features &f = c.features;
   const bool capped = f.function == kCapped, function = (f.function && !capped) || f.seen;
-  const bool alibi = f.alibi || (f.scaled && f.function != kHyperbolic && !f.given());
-  if (f.blocks && f.seen && !f.mask && !f.bias && !alibi && !f.function && !f.dropout && c.reference == sm90::kFixed)
+  const bool penalty = f.penalty || (f.scaled && f.function != kHyperbolic && !f.given());
+  if (f.blocks && f.seen && !f.mask && !f.bias && !penalty && !f.function && !f.dropout && c.reference == sm90::kFixed)
     return kSeen | kAnything;
-  if (!!f.mask + !!f.bias + alibi + function + capped + !!f.blocks + !!f.dropout > 1) return kAnything;
+  if (!!f.mask + !!f.bias + penalty + function + capped + !!f.blocks + !!f.dropout > 1) return kAnything;
   if (capped && c.reference == sm90::kExact) return kAnything;
   if (f.bias) return c.bias_by_tma ? kBias : kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   if (f.blocks) return kBlockSparse;
   if (f.dropout) return kDropout;
   if (function) return kFunction | (light ? kLight : 0) | (fetched ? kFetched : 0);
-  if (alibi) return f.alibi && f.band && !c.invariant && !f.pages ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
+  if (penalty)
+    return f.penalty && f.band && !c.invariant && !f.pages ? kPenaltyInBand : kPenalty; // invariant: a band may depend on lengths
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
@@ -149,8 +150,8 @@ Config config_for(const Problem &p) {
   c.reference = p.exact_max ? sm90::kExact : p.invariant ? i32(sm90::kFixedByRow) : fixed ? sm90::kFixed : sm90::kLagging;
   // A function's score may grow from key to key. P of FP16 would then overflow often.
   if (c.features.given() && c.reference == sm90::kFixed && p.dtype == DType::f16) c.reference = sm90::kLagging;
-  // A part's tiles come in ascending order of keys, so ALiBi's penalty falls towards the diagonal, and the reference cannot stay fixed.
-  if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
+  // A part's tiles come in ascending order of keys, so a penalty falls towards the diagonal, and the reference cannot stay fixed.
+  if (c.features.part && c.features.penalty && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
   c.invariant = p.invariant;
   if (p.quantised_queries()) {
     c.eight_bits = 1;
@@ -207,7 +208,7 @@ HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   const HeadsOfTile apart{1, 64, p.group()};
   if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return apart;
   const bool few = p.seqlen_q * p.group() <= kRowsOfMma && !p.quantised();
-  if (!p.invariant && (few || p.bias || c.features.alibi || p.part)) return apart;
+  if (!p.invariant && (few || p.bias || c.features.penalty || p.part)) return apart;
   HeadsOfTile best = apart;
   double least = kWorth * computed(p, c, apart);
   for (int64_t n = tiles(p.group(), 64); n < p.group(); n *= 2) {

@@ -56,7 +56,7 @@ template <class V> void each_pointer(const FunctionArguments &a, V &visit) {
   visit(a.full), visit(a.full_t);
 }
 template <class V> void each_pointer(const Inputs &in, V &visit) {
-  for (const Operand *x : {&in.q, &in.k, &in.v, &in.mask, &in.bias, &in.slopes, &in.sinks}) visit(x->data);
+  for (const Operand *x : {&in.q, &in.k, &in.v, &in.mask, &in.bias, &in.sinks}) visit(x->data);
   visit(in.cu_seqlens_q), visit(in.cu_seqlens_k), visit(in.seqused_k), visit(in.pages.table), visit(in.part), visit(in.rng);
   each_pointer(in.blocks, visit), each_pointer(in.blocks_t, visit), each_pointer(in.function, visit);
 }

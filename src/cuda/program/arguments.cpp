@@ -32,17 +32,19 @@ Pages pages(const Problem &p) {
           .shift = std::has_single_bit(size) ? std::countr_zero(size) : -1};
 }
 
-// The function of the caller that kernels compute as ALiBi beside one of their own forms; null: there is none. With invariant the penalty
-// would depend on where a tile begins; gradients of captured tensors need the LSE of the general form.
+// What kernels compute by their own code beside the rest of the score: all of ALiBi's option, and a function of the caller that is ALiBi
+// and one of their forms; null: nothing. With invariant a function's penalty would depend on where a tile begins; gradients of captured
+// tensors need the LSE of the general form.
 const score::Penalty *penalty_of(const Problem &p) {
-  if (!p.program || p.program->penalty.slope < 0 || p.alibi_slopes || p.invariant || p.gradient_program) return nullptr;
+  if (!p.program || p.program->penalty.slope < 0) return nullptr;
+  if (p.program->penalty.is_option) return &p.program->penalty;
+  if (p.invariant || p.gradient_program) return nullptr;
   if (p.dtype != DType::f16 && p.dtype != DType::bf16) return nullptr; // nothing corrects a large LSE's rounding beside a penalty
   return &p.program->penalty;
 }
-i32 alibi_of(const Problem &p) {
+i32 penalty_bits(const Problem &p) {
   const score::Penalty *own = penalty_of(p);
-  if (!own) return p.alibi_slopes ? kSlopes : 0;
-  return kOwnSlope | (own->has_sign ? kSigned : 0) | (own->counts_offset ? 0 : kFromZero);
+  return !own ? 0 : kDistance | (own->has_sign ? kSigned : 0) | (own->counts_offset ? 0 : kFromZero);
 }
 // The form of the score that kernels have code for.
 const score::BuiltIn &form_of(const Problem &p) {
@@ -52,20 +54,19 @@ const score::BuiltIn &form_of(const Problem &p) {
 }
 std::shared_ptr<const score::CudaFunctions> gradient_functions(const Problem &p) {
   if (p.cuda_gradient_functions) return p.cuda_gradient_functions;
-  return std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram, p.gradient_program);
+  return std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram, penalty_of(p), p.gradient_program);
 }
 // Whether kernels call functions of the caller.
 bool calls_functions(const Problem &p) { return p.program && p.program->is_given(); }
 std::shared_ptr<const score::CudaFunctions> functions(const Problem &p) {
   if (p.cuda_functions) return p.cuda_functions;
-  const score::Penalty *own = penalty_of(p);
-  return std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram, own ? own->slope : -1);
+  return std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram, penalty_of(p));
 }
 
 Inputs inputs(const Problem &p) {
   Inputs in{};
   in.q = operand(p.q), in.k = operand(p.k), in.v = operand(p.v);
-  in.mask = operand(p.mask), in.bias = operand(p.bias), in.slopes = operand(p.alibi_slopes), in.sinks = operand(p.sinks);
+  in.mask = operand(p.mask), in.bias = operand(p.bias), in.sinks = operand(p.sinks);
   in.cu_seqlens_q = p.cu_seqlens_q, in.cu_seqlens_k = p.cu_seqlens_k;
   in.seqused_k = p.seqused_k, in.pages = pages(p), in.part = static_cast<const PartTable *>(p.part.table);
   in.seqlen_q = p.seqlen_q, in.seqlen_k = p.seqlen_k, in.total_q = p.total_q, in.total_k = p.total_k;
@@ -103,7 +104,7 @@ i32 function_of(const Problem &p) {
   case score::Form::hyperbolic:
     return kHyperbolic;
   case score::Form::general:
-    return score::only_adds(*p.program) ? kAdded : kProgram;
+    return score::only_adds(*p.program, penalty_of(p)) ? kAdded : kProgram;
   default:
     return kLinear;
   }
@@ -140,7 +141,7 @@ Features features_of(const Problem &p) {
   f.blocks = p.blocks.present;
   f.mask = bool(p.mask);
   f.bias = p.bias ? i32(p.bias.dtype) : 0;
-  f.alibi = alibi_of(p);
+  f.penalty = penalty_bits(p);
   f.function = function_of(p);
   f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
   f.dropout = p.dropout > 0;

@@ -7,6 +7,7 @@
 #include "cuda/driver/device.h"
 #include "cuda/families/families.h"
 #include "cuda/program/engine.h"
+#include "score/build.h"
 #include "surroundings.h"
 
 using namespace strobe;
@@ -43,7 +44,9 @@ struct OnGpu : Problem {
 
   void every_option() {
     mask = dense(DType::boolean, heads, seqlen_q, seqlen_k), bias = dense(dtype, heads, seqlen_q, seqlen_k);
-    alibi_slopes = dense(DType::f32, heads, 1, 1), sinks = dense(DType::f32, heads, 1, 1);
+    program = score::built_in({}, {.rank = 1});
+    captured[score::kSlopesRead] = {dense(DType::f32, heads, 1, 1).data, DType::f32, 1, {heads, 1, 1, 1}, {1, 0, 0, 0}};
+    sinks = dense(DType::f32, heads, 1, 1);
     dropout = 0.1, place(rng), place(seqused_k);
     if (operation == Operation::forward) max_logit = dense(DType::f32, heads, 1, 1), column_sums = dense(DType::f32, heads, seqlen_k, 1);
     if (operation == Operation::backward) dbias = dense(dtype, heads, seqlen_q, seqlen_k), dsinks = dense(DType::f32, heads, 1, 1);
