@@ -39,6 +39,10 @@ def known_framework(x: object) -> Framework | None:
         from .numpy import NUMPY
 
         return NUMPY
+    jax = sys.modules.get("strobe.arrays.jax")  # with strobe.jax, whose functions alone take JAX's arrays
+    if jax is not None and hasattr(jax, "JAX") and jax.is_jax_array(x):
+        found: Framework = jax.JAX
+        return found
     return None
 
 
