@@ -22,6 +22,7 @@ from .._part import is_partial
 from .._refusals import refusing
 from ..arrays.base import Array
 from ._program import OF_BACKWARD, OF_ROWS, Program, attributes, judge, results_of, shape_of
+from ._sharding import Division, Tensor, divided, is_automatic, needs_devices
 
 _PLATFORMS = {"cpu": CPU, "CUDA": CUDA}
 
@@ -149,6 +150,11 @@ def _lowered(direction: int, primitive: Primitive, platform: str, ctx: Any, *ope
     if platform == "cpu":
         judge(program.call([*map(shape_of, ctx.avals_in)]), direction, planned=True)
     results = results_of(program) if direction == FORWARD else program.wanted
+    if is_automatic(ctx.module_context.axis_context):
+        division = Division(
+            program, *([*map(Tensor, of, (x.shape for x in avals))] for of, avals in ((names, ctx.avals_in), (results, ctx.avals_out)))
+        )
+        return mlir.lower_fun(divided(primitive, program, bind, division), multiple_results=True)(ctx, *operands)
     return jax.ffi.ffi_lowering(_target(direction))(ctx, *operands, **attributes(program, names, results))
 
 
@@ -169,4 +175,5 @@ for _direction, _primitive_of in ((FORWARD, forward_p), (BACKWARD, backward_p)):
         _handler = jax.ffi.pycapsule(lib.strobe_glue_xla_handler(_direction, _device))
         jax.ffi.register_ffi_target(_target(_direction), _handler, platform=_platform)
         mlir.register_lowering(_primitive_of, partial(_lowered, _direction, _primitive_of, _platform), platform=_platform.lower())
+needs_devices(forward_p, backward_p)
 mlir.register_lowering(linearised_p, _lowered_linearised)
