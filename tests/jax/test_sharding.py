@@ -70,7 +70,8 @@ def test_bias(shape):
 
 def test_sinks_and_slopes():
     slopes = np.geomspace(0.5, 0.01, 8).astype(np.float32)
-    call = lambda q, k, v, s: strobe.jax.attention(q, k, v, sinks=s, alibi_slopes=slopes, seqused_k=np.array([3, 20, 7, 9], np.int32))  # noqa: E731
+    options = {"alibi_slopes": slopes, "seqused_k": np.array([3, 20, 7, 9], np.int32)}
+    call = lambda q, k, v, s: strobe.jax.attention(q, k, v, sinks=s, **options)  # noqa: E731
     check(call, [*tensors(), normal(8)], [P("x", "y")] * 3 + [P("y")], mesh_of("2x2"))
 
 
