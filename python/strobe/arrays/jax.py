@@ -34,6 +34,8 @@ def is_jax_array(x: object) -> bool:
 class Jax(Framework):
     name = "jax.Array"
     bool_dtype = jnp.bool_
+    recorder = "_recorder_jax"
+    keeps_recordings = False  # JAX traces a program once
 
     @property
     def xp(self) -> Any:
@@ -48,6 +50,9 @@ class Jax(Framework):
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return refusing(TypeError, name, f"dtype {x.dtype}; accepted is an array of numbers")
         return None
+
+    def device(self, x: Array) -> object:
+        return None  # JAX places what a program reads
 
     def is_readable(self, x: Array) -> bool:
         return isinstance(x, np.ndarray)

@@ -79,7 +79,7 @@ def dot_product_attention(
         raise raised_for(type(error), [_WORDS.said(each) for each in refusals_of(error)]) from None
     out, lse = found if return_residual else (found, None)
     if query_seq_lengths is not None:
-        counts = jnp.arange(q.shape[1]) < query_seq_lengths[:, None]
+        counts = jnp.arange(q.shape[1])[None] < query_seq_lengths[:, None]
         out = jnp.where(counts[:, :, None, None], out, jnp.zeros((), out.dtype))
     shape = jnp.shape(query)
     out = out.reshape(*shape[:-1], out.shape[-1])
