@@ -7,8 +7,8 @@
  *   part                  the integers of an encoded strobe.Part
  *   score_function, ...   8 integers for each node: operation, captured, inputs, the bits of real, integer
  *   any other             a member of strobe_attention of this name
- * third_party/xla/ffi/api/c_api.h is XLA's, as jaxlib 0.10.2 ships it (API version 0.3). Structs only grow at their ends, and say their
- * sizes; so the handlers take every version that has the members which are used here. */
+ * third_party/xla/ffi/api/c_api.h is XLA's, as jaxlib 0.10.2 ships it (API version 0.3). What is used here lies in the same places from
+ * version 0.1 (jaxlib 0.7.2) to 0.5 (jaxlib 0.12.0); structs only grow at their ends. */
 #include <fenv.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -97,8 +97,9 @@ static int list_of(strobe_tensor *list, const int64_t **at, const int64_t *end, 
   if (end - *at < (ranges ? 2 : 1)) return 0;
   const int64_t batch = (*at)[0], n = ranges ? (*at)[1] : 1;
   const int64_t *data = *at + (ranges ? 2 : 1);
+  if (batch < 0 || n < 0 || n > end - *at) return 0;
   const int64_t per = ranges ? 2 * n : 1;
-  if (batch < 0 || n < 0 || (batch && per > (end - data) / batch)) return 0;
+  if (batch && per > (end - data) / batch) return 0;
   *list = (strobe_tensor){.data = (void *)data, .dtype = STROBE_INT64, .rank = ranges ? 3 : 1, .shape = {batch}, .strides = {1}};
   if (ranges) {
     list->shape[1] = n, list->shape[2] = 2;
@@ -315,13 +316,13 @@ static XLA_FFI_Error *on_cuda(struct call *call, const XLA_FFI_CallFrame *frame,
   return error;
 }
 
-/* Answers XLA's question for the version at registration with XLA's own: what differs between versions is told by the sizes of structs. */
+/* Answers XLA's question for the version at registration: with XLA's own, or the first one if XLA does not say it. */
 static int tells_version(const XLA_FFI_CallFrame *frame) {
   const XLA_FFI_Extension_Base *extension = frame->extension_start;
   if (!extension || extension->type != XLA_FFI_Extension_Metadata) return 0;
   XLA_FFI_Metadata *metadata = ((const XLA_FFI_Metadata_Extension *)extension)->metadata;
   metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-  metadata->api_version.minor_version = frame->api ? frame->api->api_version.minor_version : XLA_FFI_API_MINOR;
+  metadata->api_version.minor_version = frame->api ? frame->api->api_version.minor_version : 1;
   metadata->traits = 0;
   return 1;
 }

@@ -243,6 +243,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"(?s)scale: .*k: .*bias: "):
             strobe.jax.attention(q, k[..., :3], v, bias=np.ones((2, 2, 2, 2), np.float32), scale=float("nan"))
 
+    def test_other_functions_of_strobe(self):
+        q, k, v = map(jnp.asarray, tensors())
+        for call in (strobe.attention, strobe.explain, strobe.reference):
+            with pytest.raises(TypeError, match=r"q: jax.*strobe\.jax\.attention takes JAX's"):
+                call(q, k, v)
+
     def test_no_engine(self):
         q, k, v = tensors(d=300, dv=300)
         with pytest.raises(NotImplementedError, match="cpu-amx"):

@@ -23,7 +23,7 @@ from .._checks import Wrong, flag
 from .._options import ROWS, AttentionOptions, Tensor
 from .._parse import parse, parse_aux
 from .._refusals import refusing
-from ..arrays.jax import is_jax_array
+from ..arrays.jax import is_jax_array, judging
 from . import _batching as _batching
 from ._primitives import attend
 from ._program import four_axes, judge
@@ -61,7 +61,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, aux: Sequence
         given["rng"] = _words(given["rng"]) if given.get("dropout") else None
     if options.get("engine") == ORACLE:
         wrong.append(refusing(ValueError, "engine", "reference, which computes in float64; accepted are the others, or strobe.reference()"))
-    call = parse("attention", q, k, v, given, wrong, aux=names)
+    with judging():
+        call = parse("attention", q, k, v, given, wrong, aux=names)
     call = call.on(four_axes(call.arrays))
     judge(call, FORWARD)
     return _returned(tuple(attend(call)), return_lse, names)

@@ -17,7 +17,7 @@ from .._function import FIELDS as FUNCTIONS
 from .._graph import decoded
 from .._options import AUX, BLOCKS, FULL_BLOCKS, SCORES, TOKENS
 from ..arrays.base import Array
-from ..arrays.jax import JAX
+from ..arrays.jax import JAX, judging
 
 _KINDS = {name: field.type.cname for name, field in ffi.typeof("strobe_attention").fields}
 OF_ROWS = ("out", "lse")
@@ -58,11 +58,12 @@ def abstract(call: Call) -> Call:
 def judge(call: Call, direction: int, planned: bool = False) -> None:
     """Raises the library's refusal of a call, as one exception with a line for each argument. planned: also if no engine of the CPU takes
     it."""
-    structs = abstract(call).example_structs(direction != FORWARD)
-    if planned:
-        structs.run(lib.strobe_workspace_size, direction, ffi.new("uint64_t *"))
-    else:
-        structs.run(lib.strobe_explain, direction, ffi.NULL, 0, ffi.new("size_t *"))
+    with judging():
+        structs = abstract(call).example_structs(direction != FORWARD)
+        if planned:
+            structs.run(lib.strobe_workspace_size, direction, ffi.new("uint64_t *"))
+        else:
+            structs.run(lib.strobe_explain, direction, ffi.NULL, 0, ffi.new("size_t *"))
 
 
 def four_axes(arrays: Mapping[str, Array]) -> dict[str, Array]:
