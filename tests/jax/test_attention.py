@@ -71,6 +71,16 @@ def test_packed():
     close(found, strobe.attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True))
 
 
+def test_lists_of_int64():
+    q, k, v = tensors()
+    used = np.array([20, 3], np.int64)
+    with jax.enable_x64(True):
+        found = jax.jit(lambda used: strobe.jax.attention(q, k, v, seqused_k=used))(used)
+    close(found, strobe.attention(q, k, v, seqused_k=used))
+    with pytest.raises(ValueError, match="seqused_k"):
+        strobe.jax.attention(q, k, v, seqused_k=np.array([2**40, 3]))
+
+
 def test_pages_and_quantised_keys():
     rng = np.random.default_rng(0)
     q, table = normal(2, 4, 3, 32), np.array([[4, 1, 0], [2, 3, 0]], np.int32)

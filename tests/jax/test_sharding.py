@@ -75,6 +75,24 @@ def test_sinks_and_slopes():
     check(call, [*tensors(), normal(8)], [P("x", "y")] * 3 + [P("y")], mesh_of("2x2"))
 
 
+def test_function():
+    """The table is on every device, and its gradient is summed. A function that reads h keeps the heads together."""
+    table = normal(20, seed=3)
+    of = lambda score: lambda q, k, v, t: strobe.jax.attention(q, k, v, score=score(t), mask=lambda b, h, i, j: i + 4 >= j)  # noqa: E731
+    arrays = [*tensors(), table]
+    specs = [P("x", "y")] * 3 + [P()]
+    check(of(lambda t: lambda x, b, h, i, j: x * t[j]), arrays, specs, mesh_of("2x2"))
+    check(of(lambda t: lambda x, b, h, i, j: x * t[h]), arrays, specs, mesh_of("2x2"), gathers=True)
+    check(of(lambda t: lambda x, b, h, i, j: x * t[h]), arrays, [P("x")] * 3 + [P()], mesh_of("2x2"))
+
+
+def test_block_mask():
+    keep = np.random.default_rng(0).random((4, 8, 16, 20)) > 0.99
+    whole, by_head = strobe.BlockMask.from_dense(keep[0, 0], 16, 16), strobe.BlockMask.from_dense(keep[:1], 16, 16)
+    check(lambda *a: strobe.jax.attention(*a, block_mask=whole), tensors(), [P("x", "y")] * 3, mesh_of("2x2"))
+    check(lambda *a: strobe.jax.attention(*a, block_mask=by_head), tensors(), [P("x")] * 3, mesh_of("2x2"))
+
+
 def test_packed():
     cu = np.array([0, 5, 9, 16], np.int32)
     q, k, v = (x[0].swapaxes(0, 1) for x in tensors(sk=16))

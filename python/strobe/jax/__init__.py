@@ -55,7 +55,9 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, aux: Sequence
     q, k, v = map(_on_jax, (q, k, v))
     given: dict[str, Any] = dict(options)
     for name, x in options.items():
-        if isinstance(ROWS.get(name), Tensor) and name not in _LISTS:
+        if name in _LISTS:
+            given[name] = _narrow(x)
+        elif isinstance(ROWS.get(name), Tensor):
             given[name] = _on_jax(x)
     if "rng" in given and given["rng"] is not None:
         given["rng"] = _words(given["rng"]) if given.get("dropout") else None
@@ -74,6 +76,13 @@ _LISTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")
 def _on_jax(x: Any) -> Any:
     """An array of NumPy as one of JAX; anything else as it is."""
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def _narrow(x: Any) -> Any:
+    """A list of int64 as int32, which GPUs read; numbers that are too large stay too large."""
+    if not (isinstance(x, np.ndarray) or is_jax_array(x)) or x.dtype != np.int64:
+        return x
+    return (np if isinstance(x, np.ndarray) else jnp).clip(x, -(2**31), 2**31 - 1).astype(np.int32)
 
 
 def _words(rng: Any) -> Any:

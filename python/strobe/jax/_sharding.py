@@ -181,7 +181,8 @@ def is_automatic(context: Any) -> bool:
 
 
 def needs_devices(*primitives: Primitive) -> None:
-    """Tells JAX that these primitives have to know the devices when they are lowered, as custom_partitioning does."""
+    """Tells JAX that these primitives have to know the devices when they are lowered, as custom_partitioning does. JAX has no public name
+    for this."""
     from jax._src import dispatch
 
     dispatch.prim_requires_devices_during_lowering.update(primitives)
