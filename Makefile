@@ -28,7 +28,7 @@ CMAKE := cmake
 CTEST := ctest --output-on-failure --parallel $(JOBS)
 
 NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src python/CMakeLists.txt python/glue -type f 2>/dev/null)
-C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
+C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party' ':!python/glue/third_party')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-apart test-faults test-gpu

@@ -11,7 +11,7 @@ from pathlib import Path
 COLUMNS, SUBJECT = 140, 72
 ROOT = Path(__file__).parents[1]
 # Files that programs wrote, or that come from other projects.
-SKIPPED_FOLDERS = ("tests/third_party/", "bench/results/", "docs/figures/", "docs/h200.md")
+SKIPPED_FOLDERS = ("tests/third_party/", "python/glue/third_party/", "bench/results/", "docs/figures/", "docs/h200.md")
 EXCUSED = {"34d5902e8d", "5754cbbc63"}  # commits that were merged with too long a subject: history is not rewritten for a character
 SKIPPED_SUFFIXES = {".ipynb", ".json", ".svg", ".png"}
 

@@ -44,4 +44,7 @@ void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t 
 int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
                               int32_t *offsets_t, int32_t *indices_t, const int32_t *marks, int32_t *marks_t);
 
+/* The handler of XLA's typed FFI for a strobe_direction and a strobe_device_type: the address of an XLA_FFI_Handler. */
+uintptr_t strobe_glue_xla_handler(int32_t direction, int32_t device_type);
+
 #endif

@@ -3,6 +3,7 @@
 >>> out = strobe.attention(q, k, v, causal=True)  # torch tensors or NumPy arrays, (B, H, S, D)
 
 strobe.hyperbolic_attention attends between points of hyperbolic space; strobe.hyperbolic has the maps between its models.
+strobe.jax.attention computes attention of JAX arrays: docs/jax.md.
 strobe.kv writes into KV caches, contiguous or in pages.
 strobe.register() runs PyTorch's own attention functions on Strobe, until strobe.unregister().
 strobe.nn.FlashAttention is a torch.nn.Module that computes strobe.attention with options that are set once: see help(strobe.nn).
@@ -22,6 +23,7 @@ from .hyperbolic import hyperbolic_attention
 if TYPE_CHECKING:
     from . import compat as compat
     from . import distributed as distributed
+    from . import jax as jax
     from . import kv as kv
     from . import nn as nn
     from ._registration import Registration as Registration
@@ -62,8 +64,8 @@ __all__ = [
 ]
 
 
-# They import torch, so they are loaded on first use.
-_LATE = ("compat", "distributed", "kv", "nn")
+# They import torch or JAX, so they are loaded on first use.
+_LATE = ("compat", "distributed", "jax", "kv", "nn")
 _LATE_NAMES = ("Registration", "register", "registered", "unregister")
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from importlib import import_module
 from inspect import iscoroutine
 from pathlib import Path
 from threading import Lock, local
@@ -294,7 +295,7 @@ def _record(name: str, function: Callable[..., Any], framework: Framework, q: Ar
     refuse_in_functions()
     _check_signature(name, function)
     # Before the function runs, which may change what it reads.
-    seen = Watch(is_complete=False) if isinstance(function, Unwatched) else watch(function)
+    seen = watch(function) if framework.keeps_recordings and not isinstance(function, Unwatched) else Watch(is_complete=False)
     graph, found, arrays = _called(name, function, framework, q, seen)
     value = _result(name, _named(function), graph, found)
     result = value.at((), BOOLEAN if name == "mask" else REAL)
@@ -314,10 +315,7 @@ def _record(name: str, function: Callable[..., Any], framework: Framework, q: Ar
 
 def _called(name: str, function: Callable[..., Any], framework: Framework, q: Array, seen: Watch) -> tuple[Graph, Any, list[Any]]:
     """What record() gives, which calls the function once."""
-    if framework.is_traced:
-        from ._recorder_torch import record
-    else:
-        from ._recorder_numpy import record
+    record = import_module(f".{framework.recorder}", __package__).record
     RECORDING.option = name
     try:
         graph, found, arrays = record(function, _ARGUMENTS[name], q.dtype == framework.xp.float64, seen)
@@ -365,7 +363,7 @@ def _check_captured(whose: str, arrays: Sequence[Any], framework: Framework, q: 
         what = f"{whose} reads a tensor of shape {tuple(x.shape)}"
         if (unfit := framework.unfit("", x)) is not None:
             raise _RefusedError("".join(f"{what}: {each.words}" for each in refusals_of(unfit)[:1]), type(unfit))
-        if getattr(x, "device", None) != getattr(q, "device", None):
+        if framework.device(x) != framework.device(q):
             raise _RefusedError(f"{what} on {x.device}; accepted is q's device, {q.device}, or a number: item() gives that of a scalar")
         if len(x.shape) > MOST_AXES:
             raise _RefusedError(f"{what}; accepted are up to {MOST_AXES} axes: reshape() makes one of two, whose index is i * size + j")
@@ -388,7 +386,7 @@ def _place(failed: UnrecordableError | TypeError) -> str:
     found, at = known, failed.__traceback__
     while at is not None and not known:
         file = at.tb_frame.f_code.co_filename
-        if not file.startswith(_OWN) and f"{os.sep}torch{os.sep}" not in file and f"{os.sep}numpy{os.sep}" not in file:
+        if not file.startswith(_OWN) and not any(f"{os.sep}{name}{os.sep}" in file for name in ("torch", "numpy", "jax")):
             found = f" (line {at.tb_lineno} of {Path(file).name})"
         at = at.tb_next
     return found

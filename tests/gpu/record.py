@@ -79,6 +79,7 @@ NOT_OF_RANDOM_CALLS = (
 EXCLUDED = (
     *("src/**/sources.cmake", "src/**/README.md", "python/CMakeLists.txt"),  # these files only say how the sources are built
     *("src/cpu/*.h", "src/cpu/*.cpp", "src/ladder/*.h", "src/ladder/engine.cpp"),  # the CPU's engines, which judge no GPU result
+    "python/glue/third_party/*/**/*",  # what XLA's handlers are compiled with
     *("python/strobe/*.pyi", "python/*/py.typed"),  # files for mypy
     "python/_strobe_autoload/__init__.py",  # used only by programs that import torch without strobe
     *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # all tools except the training

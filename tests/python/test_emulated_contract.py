@@ -17,13 +17,14 @@ SELECTIONS = {
     "pages": ("test_pages.py", "test_any_page_size and ([3- or [16-)", 4),
     "quantised keys": ("test_quantised.py", "test_options and seqused_k", 6),
     "quantised in groups": ("test_quantised.py", "test_groups_of_rows and not float16", 6),
+    "XLA's handlers": ("test_xla.py", "test_", 20),
     "parts": ("test_parts.py", "test_a_window_into and 20 and bfloat16", 1),
     "invariant": ("test_invariant.py", "test_rows_lie_elsewhere and cuda-mma", 2),
     "ends of tiles": ("test_corners.py", "test_one_short_of_a_tile and (95 or 127) and bfloat16", 2),
 }
 
 
-@pytest.mark.parametrize("name", SELECTIONS if LONG else ["pages", "parts"])
+@pytest.mark.parametrize("name", SELECTIONS if LONG else ["pages", "parts", "XLA's handlers"])
 def test_as_on_a_gpu(name):
     file, tests, least = SELECTIONS[name]
     said = output(PYTEST, str(Path(__file__).parent / file), "-k", tests)

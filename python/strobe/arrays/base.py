@@ -14,6 +14,8 @@ class Framework(ABC):
     name: str  # what messages call an array
     bool_dtype: Any
     is_traced = False  # whether calls must be visible to autograd and tracers
+    recorder = "_recorder_numpy"  # the module that records functions of the score and the mask
+    keeps_recordings = True  # whether what a function read tells whether a recording of it still holds
 
     @property
     @abstractmethod
@@ -63,6 +65,10 @@ class Framework(ABC):
     def autocast(self, arrays: dict[str, Array]) -> dict[str, Array]:
         """The arrays after the casts of the framework's autocast, if it is on."""
         return arrays
+
+    def device(self, x: Array) -> object:
+        """The device of x, if arrays of a call have to be on one device."""
+        return getattr(x, "device", None)
 
     def is_deterministic(self) -> bool:
         """Whether the framework demands the same bits in every run, whatever the call says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from .._graph import UnrecordableError
@@ -19,6 +20,8 @@ class _Recording(threading.local):
 
 
 RECORDING = _Recording()
+# The framework of an array of JAX, while a function of strobe.jax judges it; jax.py sets this. No other function takes such arrays.
+OF_JAX: Callable[[object], Framework | None] | None = None
 
 
 def refuse_in_functions() -> None:
@@ -39,12 +42,15 @@ def known_framework(x: object) -> Framework | None:
         from .numpy import NUMPY
 
         return NUMPY
+    if OF_JAX is not None:
+        return OF_JAX(x)
     return None
 
 
 def no_array(name: str, x: object) -> TypeError:
     refuse_in_functions()
-    return refusing(TypeError, name, f"{kind(x)}; accepted is a torch.Tensor or a numpy.ndarray")
+    hint = "; strobe.jax.attention takes JAX's" if kind(x).startswith("jax") else ""
+    return refusing(TypeError, name, f"{kind(x)}; accepted is a torch.Tensor or a numpy.ndarray{hint}")
 
 
 def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "q", q: Array | None = None) -> Exception | None:

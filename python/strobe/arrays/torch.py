@@ -28,6 +28,7 @@ class Torch(Framework):
     name = "torch.Tensor"
     bool_dtype = torch.bool
     is_traced = True
+    recorder = "_recorder_torch"
 
     @property
     def xp(self) -> Any:
