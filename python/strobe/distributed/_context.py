@@ -17,10 +17,15 @@ from .._attention import CONTEXTS
 from .._checks import Wrong, check_names, is_whole, refusal
 from .._messages import kind, shown
 from .._tensor_checks import tensor_refusal
+from ..compat._shards import in_models
+from ..compat._words import called
 from ._attention import Context, attention
 from ._group import group_of
 from ._late import leave
 from ._sharding import Sharding
+
+# F.scaled_dot_product_attention's names of attention()'s arguments.
+_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 
 
 @contextlib.contextmanager
@@ -42,6 +47,10 @@ def context_parallel(
     PyTorch's, which attends among this rank's tokens. nn.MultiheadAttention calls it with need_weights=False, and its fast path for
     inference is switched off within. Functions that would attend among this rank's tokens raise a RuntimeError within:
     nn.MultiheadAttention with need_weights=True, strobe.attention(), and the functions of strobe.nn and strobe.compat that call it.
+
+    Models of transformers, if it is imported by then, attend over whole sequences with attn_implementation "strobe" or "sdpa". They get
+    this rank's tokens, and the positions of these where no position_ids are given, and rotary embeddings take them. Masks of padding,
+    windows and packed sequences are those of whole sequences. A model that would compute something among this rank's tokens is refused.
 
     Args:
         mesh: a DeviceMesh of one dimension.
@@ -72,7 +81,8 @@ def context_parallel(
             x.data = sharding.shard(x.data, dim, group.rank()).contiguous()
         F.scaled_dot_product_attention, F.multi_head_attention_forward = _sdpa, _without_weights(of_module)
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path does not call F.scaled_dot_product_attention
-        yield sharding
+        with in_models():
+            yield sharding
     finally:
         F.scaled_dot_product_attention, F.multi_head_attention_forward = own, of_module
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -148,7 +158,8 @@ def _sdpa(
     """F.scaled_dot_product_attention on tensors that have the rank's tokens, (B, H, S, D); attn_mask has its rows, and all keys."""
     is_added = isinstance(attn_mask, Tensor) and attn_mask.is_floating_point()
     of_scores: dict[str, Any] = {} if attn_mask is None else {"bias" if is_added else "mask": attn_mask}
-    return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p, alignment="top_left", **of_scores)
+    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "alignment": "top_left"}
+    return called(_NAMES, attention, q=query, k=key, v=value, **options, **of_scores)
 
 
 def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
