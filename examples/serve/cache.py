@@ -38,7 +38,7 @@ class Pages:
         """Takes pages for `room` tokens that begin with `tokens`, and says how many tokens' keys lie in them already: all but the last, at
         most, whose logits are wanted. None if too few pages are free."""
         shared: list[int] = []
-        for name in self._names(tokens, (len(tokens) - 1) // self.size):
+        for name in self._names(tokens, max(len(tokens) - 1, 0) // self.size):
             if (page := self._named.get(name)) is None:
                 break
             shared.append(page)
@@ -57,6 +57,8 @@ class Pages:
     def name(self, pages: list[int], tokens: list[int], before: int) -> None:
         """Names the pages that are full of these tokens and were not yet when there were `before` of them."""
         full = len(tokens) // self.size
+        if full == before // self.size:
+            return
         for number, name in enumerate(self._names(tokens, full)):
             if number >= before // self.size and name not in self._named:
                 self._named[name], self._name_of[pages[number]] = pages[number], name

@@ -89,7 +89,9 @@ class Engine:
         tokens = [self.end, *self.tokenizer.encode(prompt).ids]
         longest = self.model.config.sequence
         if len(tokens) + max_tokens > longest:
-            raise ValueError(f"max_tokens: {max_tokens} after a prompt of {len(tokens)}; accepted are {longest} together, the model's longest")
+            raise ValueError(
+                f"max_tokens: {max_tokens} after a prompt of {len(tokens)}; accepted are {longest} together, the model's longest"
+            )
         request = Request(tokens, max_tokens, temperature, seed, logprobs, stream)
         if (needed := self.pages.needed(request.room)) > self.pages.count:
             raise ValueError(f"prompt: it needs {needed} pages with its answer; accepted are {self.pages.count}, all that there are")

@@ -58,7 +58,8 @@ def trained(trainer: Any) -> tuple[float, Any]:
 
 def with_trainer(folder: str, implementation: str = "sdpa") -> tuple[float, Any]:
     data = [{"input_ids": text, "labels": text} for text in texts(31, 31, 31, 31)]
-    return trained((SharedTrainer if COUNT > 1 else Trainer)(model(implementation), TrainingArguments(folder, **ARGUMENTS), train_dataset=data))
+    arguments = TrainingArguments(folder, **ARGUMENTS)
+    return trained((SharedTrainer if COUNT > 1 else Trainer)(model(implementation), arguments, train_dataset=data))
 
 
 def with_strobe(folder: str) -> tuple[float, Any]:
@@ -92,7 +93,8 @@ def tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{n}": n for n in range(97)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0")), pad_token="w1", eos_token="w2", unk_token="w0")
+    made = Tokenizer(models.WordLevel(words, "w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w1", eos_token="w2", unk_token="w0")
 
 
 def with_accelerate(folder: str) -> tuple[float, Any]:
