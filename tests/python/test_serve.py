@@ -273,7 +273,7 @@ def test_the_client_of_openai(serve, trained):
 
     async def run() -> None:
         async with (
-            served(serve, trained) as (engine, plain),
+            served(serve, trained) as (_, plain),
             openai.AsyncOpenAI(base_url=str(plain._base_url / "v1"), api_key="none") as client,
         ):
             assert [model.id async for model in client.models.list()] == ["strobe"]
@@ -312,7 +312,7 @@ def test_the_client_of_openai(serve, trained):
 def test_the_chat_client_of_openai(serve, trained):
     async def run() -> None:
         async with (
-            served(serve, trained) as (engine, plain),
+            served(serve, trained) as (_, plain),
             openai.AsyncOpenAI(base_url=str(plain._base_url / "v1"), api_key="none") as client,
         ):
             asked = {

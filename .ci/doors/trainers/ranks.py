@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from trainer_context_parallel import SharedSequences, context
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from strobe.compat.transformers import register
