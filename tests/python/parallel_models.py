@@ -197,3 +197,35 @@ def left_as_it_was(group: dist.ProcessGroup) -> bool:
             pass
         nested = state() == within
     return state() == before and all(a is not b for a, b in zip(before[:2], within[:2], strict=True)) and nested
+
+
+def cross(group: dist.ProcessGroup) -> tuple[Tensor, list[Tensor]]:
+    """Attention to keys that every rank has as a whole, beside attention to those of the sharding."""
+    q, k, v, text, dout = crossed()
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+    with strobe.distributed.context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4, whole_keys=[7]):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, text)]
+        out = attended(*leaves)
+        out.backward(dout)
+        return out.detach(), [x.grad for x in leaves if x.grad is not None]
+
+
+def crossed() -> list[Tensor]:
+    g = torch.Generator().manual_seed(3)
+    return [torch.randn(1, 2, n, 16, generator=g) for n in (S, S, S, 7, S)]
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, text: Tensor) -> Tensor:
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(sdpa(q, k, v), text, text, text.new_ones(1, 7).bool())
+
+
+def whole_keys_refused(group: dist.ProcessGroup) -> list[str]:
+    mesh, found = dist.device_mesh.DeviceMesh.from_group(group, "cpu"), []
+    for whole_keys in ([10], ["x"], [-1], 7):
+        try:
+            with strobe.distributed.context_parallel(mesh, sharding=Sharding.zigzag(S, group.size()), whole_keys=whole_keys):
+                found.append("")
+        except (TypeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found

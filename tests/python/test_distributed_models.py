@@ -108,3 +108,26 @@ def test_mask_functions_that_are_not_known_for_whole_sequences(workers):
         words += ("its tensor is asked for", "its tensor is asked for", "joined of two")
         assert all(text.startswith(("NotImplementedError: attention_mask: ", "ValueError: attention_mask: ")) for text in found)
         assert all(word in text for word, text in zip(words, found, strict=True)), found
+
+
+def test_keys_that_every_rank_has_as_a_whole(workers):
+    answers = workers.run(models.cross, 2)
+    q, k, v, text, dout = models.crossed()
+    leaves = [x.requires_grad_() for x in (q, k, v, text)]
+    out = models.attended(*leaves)
+    out.backward(dout)
+    sharding = Sharding.zigzag(models.S, 2)
+    torch.testing.assert_close(sharding.join([out for out, _ in answers], 2), out.detach(), rtol=1e-5, atol=1e-6)
+    *of_tokens, of_text = zip(*(gradients for _, gradients in answers), strict=True)
+    for parts, x in zip(of_tokens, leaves, strict=False):
+        torch.testing.assert_close(sharding.join(parts, 2), x.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sum(of_text), text.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_what_whole_keys_are_refused(workers):
+    for shard, text, negative, number in workers.run(models.whole_keys_refused, 2):
+        accepted = "accepted are lengths other than 10, 11, which are those of ranks' tokens"
+        assert shard == f"ValueError: whole_keys: 10; {accepted}"
+        assert text == f"ValueError: whole_keys: 'x'; {accepted}"
+        assert negative == f"ValueError: whole_keys: -1; {accepted}"
+        assert number == "TypeError: whole_keys: int; accepted are integers in a list, or None"

@@ -134,7 +134,7 @@ def _reason_against_counting(model: Any) -> str:
 
 def _check_positions(position_ids: Any) -> None:
     """Refuses positions that every rank counted from 0 on."""
-    sharding, group, _ = CONTEXTS[-1]
+    sharding, group, *_ = CONTEXTS[-1]
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or all(len(of) < 2 for of in sharding.ranges):
         return
     whole = sharding.unshard(position_ids, -1, group=group)
@@ -148,7 +148,7 @@ def _of_whole_sequences(found_in: Callable[..., Any]) -> Callable[..., Any]:
     """transformers' find_packed_sequence_indices() for this rank's tokens of positions of whole sequences."""
 
     def packed(position_ids: Tensor) -> Tensor | None:
-        sharding, group, _ = CONTEXTS[-1]
+        sharding, group, *_ = CONTEXTS[-1]
         numbers = found_in(sharding.unshard(position_ids, -1, group=group))
         return None if numbers is None else sharding.shard(numbers, -1, group=group)
 
@@ -165,7 +165,7 @@ def whole_mask(
         function: g(b, h, i, j) of this rank's tokens. Tables that it reads by tokens have this rank's.
         padding: bool (B, tokens), of this rank's tokens or of all.
     """
-    sharding, group, _ = CONTEXTS[-1]
+    sharding, group, *_ = CONTEXTS[-1]
     own, all_tokens = sharding.count(group=group), sharding.seqlen
     if lengths[0] != own or lengths[1] not in (own, all_tokens) or offsets != (0, 0):
         got = f"for {lengths[0]} queries and {lengths[1]} keys from {offsets[1]} on"
