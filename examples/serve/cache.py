@@ -1,6 +1,11 @@
-"""The keys and values of all requests: a pool of pages for each layer, and which request has which pages."""
+"""The keys and values of all requests: a pool of pages for each layer, and which requests have which pages."""
 
 from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -9,28 +14,67 @@ import strobe
 
 
 class Pages:
-    """Hands out page numbers. They are the same in every layer, so that one page table serves all layers."""
+    """Hands out page numbers. They are the same in every layer, so that one page table serves all layers.
+
+    A full page is named by its tokens and all before them. A request that begins with the same tokens gets the page, even one that nobody
+    uses any more: unused pages keep their keys until another request needs the room, the one that was used least recently first.
+    """
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size  # size: tokens of a page
-        self._free = list(range(count))
+        self._users = [0] * count
+        self._unused = OrderedDict.fromkeys(range(count))
+        self._named: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._unused)
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def take(self, count: int) -> list[int] | None:
-        """Takes this many pages; None if fewer are free."""
-        if count > self.free:
+    def take(self, tokens: list[int], room: int) -> tuple[list[int], int] | None:
+        """Takes pages for `room` tokens that begin with `tokens`, and says how many tokens' keys lie in them already: all but the last, at
+        most, whose logits are wanted. None if too few pages are free."""
+        shared: list[int] = []
+        for name in self._names(tokens, max(len(tokens) - 1, 0) // self.size):
+            if (page := self._named.get(name)) is None:
+                break
+            shared.append(page)
+        count = self.needed(room) - len(shared)
+        if count > self.free - sum(page in self._unused for page in shared):
             return None
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
+        for page in shared:
+            self._unused.pop(page, None)
+        pages = shared + [self._unused.popitem(last=False)[0] for _ in range(count)]
+        for page in pages[len(shared) :]:
+            self._named.pop(self._name_of.pop(page, b""), None)
+        for page in pages:
+            self._users[page] += 1
+        return pages, len(shared) * self.size
+
+    def name(self, pages: list[int], tokens: list[int], before: int) -> None:
+        """Names the pages that are full of these tokens and were not yet when there were `before` of them."""
+        full = len(tokens) // self.size
+        if full == before // self.size:
+            return
+        for number, name in enumerate(self._names(tokens, full)):
+            if number >= before // self.size and name not in self._named:
+                self._named[name], self._name_of[pages[number]] = pages[number], name
 
     def give_back(self, pages: list[int]) -> None:
-        self._free += pages
+        for page in reversed(pages):  # the beginning of a prompt is kept longest
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._unused[page] = None
+                self._unused.move_to_end(page, last=page in self._name_of)
+
+    def _names(self, tokens: list[int], pages: int) -> Iterator[bytes]:
+        digest = hashlib.sha256()
+        for n in range(pages):
+            digest.update(array("q", tokens[n * self.size : (n + 1) * self.size]).tobytes())
+            yield digest.digest()
 
 
 class Batch:

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import torch
 from cache import Batch, Cache, Pages
@@ -15,6 +16,15 @@ from tokenizers import Tokenizer
 from strobe_tools.train.data import END_OF_DOCUMENT
 from strobe_tools.train.model import GPT
 
+_LEAST_TEMPERATURE = 0.01  # below it the likeliest token comes
+Stream: TypeAlias = "asyncio.Queue[tuple[Request, Token | Exception | None]]"
+
+
+class Token(NamedTuple):
+    id: int
+    logprob: float = 0.0
+    likeliest: list[tuple[int, float]] = []  # noqa: RUF012  (never changed)
+
 
 @dataclass(eq=False)
 class Request:
@@ -23,15 +33,18 @@ class Request:
     prompt: list[int]
     max_tokens: int
     temperature: float
-    seed: int
+    seed: int | None
+    logprobs: int | None  # how many of the likeliest tokens are told with each token; None: no probabilities
+    stream: Stream  # gets the request with each token; with None at its end, or with the error that ended it
+    shared: int = 0  # tokens of the prompt whose keys another request had computed
     pages: list[int] = field(default_factory=list)
     held: int = 0  # tokens in the cache
     answer: list[int] = field(default_factory=list)
-    stream: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)  # None: the end
     is_gone: bool = False  # the client has gone
 
     def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.seed)  # its own, so that no other request draws from it
+        self.generator = torch.Generator()  # its own, so that no other request draws from it
+        self.seed = self.generator.seed() if self.seed is None else self.generator.manual_seed(self.seed).initial_seed()
 
     @property
     def waiting(self) -> list[int]:
@@ -69,21 +82,17 @@ class Engine:
         self._wakes = asyncio.Event()
         self._thread = ThreadPoolExecutor(1)
 
-    def submit(self, prompt: str, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Request:
+    def submit(
+        self, prompt: str, max_tokens: int, temperature: float, seed: int | None, logprobs: int | None, stream: Stream
+    ) -> Request:  # fmt: skip
         """Queues a request. Raises ValueError if it could never be answered."""
         tokens = [self.end, *self.tokenizer.encode(prompt).ids]
         longest = self.model.config.sequence
-        if not 1 <= max_tokens <= longest:
-            raise ValueError(f"max_tokens: {max_tokens}; accepted are 1 to {longest}")
-        if temperature != 0 and not 0.01 <= temperature <= 100:
-            raise ValueError(f"temperature: {temperature}; accepted are 0, for the likeliest token, and 0.01 to 100")
-        if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed: {seed}; accepted are integers of 64 bits")
         if len(tokens) + max_tokens > longest:
             raise ValueError(
-                f"prompt: {len(tokens)} tokens, and {max_tokens} to come; accepted are {longest} together, the model's longest"
+                f"max_tokens: {max_tokens} after a prompt of {len(tokens)}; accepted are {longest} together, the model's longest"
             )
-        request = Request(tokens, max_tokens, temperature, seed)
+        request = Request(tokens, max_tokens, temperature, seed, logprobs, stream)
         if (needed := self.pages.needed(request.room)) > self.pages.count:
             raise ValueError(f"prompt: it needs {needed} pages with its answer; accepted are {self.pages.count}, all that there are")
         self.queue.append(request)
@@ -111,9 +120,9 @@ class Engine:
                     self._finish(request, error)
                 continue
             for request, token in tokens.items():
-                request.answer.append(token)
-                request.stream.put_nowait(token)
-                if token == self.end or len(request.answer) == request.max_tokens:
+                request.answer.append(token.id)
+                request.stream.put_nowait((request, token))
+                if token.id == self.end or len(request.answer) == request.max_tokens:
                     self._finish(request)
 
     def _admit(self) -> None:
@@ -123,10 +132,11 @@ class Engine:
             self._finish(request)
         self.queue = deque(r for r in self.queue if not r.is_gone)
         while self.queue and len(self.running) < self.step_tokens:
-            pages = self.pages.take(self.pages.needed(self.queue[0].room))
-            if pages is None:
+            request = self.queue[0]
+            if (taken := self.pages.take(request.prompt, request.room)) is None:
                 break
-            self.queue[0].pages = pages
+            request.pages, request.shared = taken
+            request.held = request.shared
             self.running.append(self.queue.popleft())
 
     def _pieces(self) -> dict[Request, int]:
@@ -142,7 +152,7 @@ class Engine:
                 pieces[request] = count
         return pieces
 
-    def _step(self, pieces: dict[Request, int]) -> dict[Request, int]:
+    def _step(self, pieces: dict[Request, int]) -> dict[Request, Token]:
         """The next token of each request whose prompt is in the cache now."""
         tokens = torch.tensor([token for r, count in pieces.items() for token in r.waiting[:count]], device=self.device)
         batch = Batch([(r.pages, r.held, count) for r, count in pieces.items()], self.device)
@@ -150,7 +160,8 @@ class Engine:
         found = {}
         for (request, count), row in zip(pieces.items(), logits, strict=True):
             is_whole = count == len(request.waiting)
-            request.held += count
+            before, request.held = request.held, request.held + count
+            self.pages.name(request.pages, (request.prompt + request.answer)[: request.held], before)
             if is_whole:
                 found[request] = _sample(row, request)
         return found
@@ -159,10 +170,16 @@ class Engine:
         self.running.remove(request)
         self.pages.give_back(request.pages)
         request.pages = []
-        request.stream.put_nowait(error)
+        request.stream.put_nowait((request, error))
 
 
-def _sample(logits: torch.Tensor, request: Request) -> int:
-    if request.temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial((logits / request.temperature).softmax(-1), 1, generator=request.generator))
+def _sample(logits: torch.Tensor, request: Request) -> Token:
+    if request.temperature < _LEAST_TEMPERATURE:
+        token = int(logits.argmax())
+    else:
+        token = int(torch.multinomial((logits / request.temperature).softmax(-1), 1, generator=request.generator))
+    if request.logprobs is None:
+        return Token(token)
+    logprobs = logits.log_softmax(-1)
+    values, ids = logprobs.topk(request.logprobs)
+    return Token(token, float(logprobs[token]), [*zip(ids.tolist(), values.tolist(), strict=True)])

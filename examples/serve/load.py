@@ -55,13 +55,16 @@ def calls(count: int, max_tokens: int) -> list[dict[str, Any]]:
 
 async def ask(session: aiohttp.ClientSession, call: dict[str, Any]) -> Answer:
     sent, texts, came = time.perf_counter(), [], []
-    async with session.post("/generate", json=call) as response:
+    async with session.post("/v1/completions", json=call | {"stream": True}) as response:
         async for line in response.content:
-            found = json.loads(line)
+            if not line.startswith((b"data: {", b"{")):
+                continue
+            found = json.loads(line.removeprefix(b"data: "))
             if "error" in found:
-                raise RuntimeError(found["error"])
-            texts.append(found["text"])
-            if not found.get("done"):
+                raise RuntimeError(found["error"]["message"])
+            (choice,) = found["choices"]
+            texts.append(choice["text"])
+            if not choice["finish_reason"]:
                 came.append(time.perf_counter())
     return Answer("".join(texts), sent, tuple(came))
 

@@ -1,8 +1,8 @@
 """Serves a model that `strobe train` has trained: python examples/serve/server.py runs/default/attention.pt
 
-POST /generate takes {"prompt": "import ", "max_tokens": 64, "temperature": 0.8, "seed": 0} and streams lines of JSON: {"text": "..."} for
-each token, {"text": "", "done": true, "tokens": 64} at the end. GET /health tells how many pages are free, and how many requests run and
-wait.
+OpenAI's /v1/completions and /v1/chat/completions (protocol.py has their fields), /v1/models, and /metrics for Prometheus:
+
+curl localhost:8000/v1/completions -d '{"prompt": "import ", "max_tokens": 64, "temperature": 0.8, "seed": 0}'
 """
 
 from __future__ import annotations
@@ -10,77 +10,81 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
+import logging
+import time
 from collections.abc import AsyncIterator
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import torch
 from aiohttp import web
-from engine import Engine, Request
+from answers import FailedError, pieces_of, streamed, whole, wrong
+from engine import Engine, Request, Stream
+from metrics import Metrics
 from model import load
+from protocol import Chat, Completion, told
+from pydantic import ValidationError
 
 ENGINE: web.AppKey[Engine] = web.AppKey("engine", Engine)
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
 DTYPES = {"int8": torch.int8, "fp32": torch.float32, "bf16": torch.bfloat16}
+LOG = logging.getLogger("serve")
 
 
-async def generate(http: web.Request) -> web.StreamResponse:
-    engine = http.app[ENGINE]
-    try:
-        request = engine.submit(**_arguments(await http.read()))
-    except (ValueError, TypeError) as error:
-        return web.json_response({"error": str(error)}, status=400)
-    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+async def completions(http: web.Request) -> web.StreamResponse:
+    return await _answered(http, Completion)
+
+
+async def chat(http: web.Request) -> web.StreamResponse:
+    return await _answered(http, Chat)
+
+
+async def _answered(http: web.Request, kind: type[Completion | Chat]) -> web.StreamResponse:
+    engine, metrics = http.app[ENGINE], http.app[METRICS]
+    requests: list[Request] = []
+    end, began = "left", time.perf_counter()
     try:  # however this ends, also if the client goes away, the pages are given back
-        await response.prepare(http)
-        async for line in _lines(engine, request):
-            await response.write(json.dumps(line).encode() + b"\n")
+        sent = kind.model_validate_json(await http.read())
+        stream: Stream = asyncio.Queue()
+        limit = getattr(sent, "max_completion_tokens", None) or sent.max_tokens
+        for prompt in sent.prompts:
+            for n in range(sent.n):
+                seed = None if sent.seed is None else (sent.seed + n + 2**63) % 2**64 - 2**63
+                requests.append(engine.submit(prompt, limit, sent.temperature, seed, sent.tops, stream))
+        pieces = pieces_of(engine, requests, stream, sent.stops, lambda: metrics.first.observe(time.perf_counter() - began))
+        response = await (streamed if sent.stream else whole)(http, sent, requests, pieces, engine.tokenizer.decode)
+        end = "answered"
+        return response
+    except (ValueError, ValidationError) as error:
+        end = "refused"
+        return _error(told(error) if isinstance(error, ValidationError) else str(error), 400)
+    except FailedError as error:
+        end = "failed"
+        return _error(str(error), 500)
+    except (ConnectionResetError, asyncio.CancelledError) as error:
+        LOG.info("%s: the client left after %d tokens", http.path, sum(len(request.answer) for request in requests))
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        return web.Response()
     finally:
-        engine.cancel(request)
-    return response
+        for request in requests:
+            engine.cancel(request)
+        metrics.requests.labels(http.path, end).inc()
+        metrics.whole.observe(time.perf_counter() - began)
+        metrics.prompt.inc(sum(len(request.prompt) for request in requests))
+        metrics.shared.inc(sum(request.shared for request in requests))
+        metrics.answered.inc(sum(len(request.answer) for request in requests))
 
 
-def _arguments(sent: bytes) -> dict[str, Any]:
-    """The arguments of Engine.submit() in the sent JSON. Raises ValueError if they are not valid."""
-    kinds: dict[str, tuple[Any, Any]] = {"prompt": (str, ""), "max_tokens": (int, 32), "temperature": ((int, float), 0.0), "seed": (int, 0)}
-    accepted = f"accepted is a JSON object with {', '.join(kinds)}"
-    try:
-        body = json.loads(sent)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"body: {error}; {accepted}") from None
-    if not isinstance(body, dict):
-        raise ValueError(f"body: {accepted}")
-    for name, x in body.items():
-        if name not in kinds:
-            close = "".join(f"; did you mean {field}?" for field in get_close_matches(name, kinds, 1))
-            raise ValueError(f"{ascii(name)[1:-1]}: no such field; {accepted}{close}")
-        if not isinstance(x, kinds[name][0]) or isinstance(x, bool):
-            raise ValueError(f"{name}: {x!r}; accepted is a {'text' if name == 'prompt' else 'number'}")
-    if surrogates := [x for x in body.get("prompt", "") if "\ud800" <= x <= "\udfff"]:
-        raise ValueError(f"prompt: {surrogates[0]!r} in it, half of a character; accepted is a text")
-    return {name: body.get(name, default) for name, (_, default) in kinds.items()}
+def _error(message: str, status: int) -> web.Response:
+    return web.json_response(wrong(message, "server_error" if status == 500 else "invalid_request_error"), status=status)
 
 
-async def _lines(engine: Engine, request: Request) -> AsyncIterator[dict[str, Any]]:
-    """What each token adds to the text. A character of several tokens comes with the last of them."""
-    tokens: list[int] = []
-    text = sent = ""
-    while isinstance(token := await request.stream.get(), int):
-        tokens.append(token)
-        text = engine.tokenizer.decode(tokens)
-        yield {"text": (whole := text.rstrip("\ufffd"))[len(sent) :]}
-        sent = whole
-    if token is not None:
-        yield {"error": str(token)}
-    else:
-        yield {"text": text[len(sent) :], "done": True, "tokens": len(tokens)}
+async def models(_: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": [{"id": "strobe", "object": "model", "created": 0, "owned_by": "you"}]})
 
 
-async def health(http: web.Request) -> web.Response:
-    engine = http.app[ENGINE]
-    counts = {"pages": engine.pages.count, "free": engine.pages.free, "running": len(engine.running), "waiting": len(engine.queue)}
-    return web.json_response(counts)
+async def metrics(http: web.Request) -> web.Response:
+    return web.Response(body=http.app[METRICS].text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 def application(engine: Engine) -> web.Application:
@@ -92,9 +96,10 @@ def application(engine: Engine) -> web.Application:
             await task
 
     app = web.Application()
-    app[ENGINE] = engine
+    app[ENGINE], app[METRICS] = engine, Metrics(engine)
     app.cleanup_ctx.append(engine_runs)
-    app.add_routes([web.post("/generate", generate), web.get("/health", health)])
+    app.add_routes([web.post("/v1/completions", completions), web.post("/v1/chat/completions", chat)])
+    app.add_routes([web.get("/v1/models", models), web.get("/metrics", metrics)])
     return app
 
 
@@ -109,13 +114,17 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=16, help="tokens of a page")
     parser.add_argument("--cache", choices=DTYPES, default="int8", help="the dtype of keys and values")
     chosen = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     print(f"loading {chosen.checkpoint}, and the tokenizer of its text", flush=True)
     try:
         model, tokenizer = load(chosen.checkpoint, chosen.text)
-    except (OSError, ValueError) as error:
+        engine = Engine(
+            model.to(chosen.device), tokenizer, pages=chosen.pages, page_size=chosen.page_size, cache_dtype=DTYPES[chosen.cache]
+        )
+        options = {"handler_cancellation": True, "access_log": None, "backlog": 1024}
+        web.run_app(application(engine), host=chosen.host, port=chosen.port, **options)
+    except (OSError, ValueError) as error:  # a wrong checkpoint, a port in use
         parser.exit(2, f"{parser.prog}: {error}\n")
-    engine = Engine(model.to(chosen.device), tokenizer, pages=chosen.pages, page_size=chosen.page_size, cache_dtype=DTYPES[chosen.cache])
-    web.run_app(application(engine), host=chosen.host, port=chosen.port, handler_cancellation=True)
 
 
 if __name__ == "__main__":

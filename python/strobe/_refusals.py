@@ -187,6 +187,12 @@ def refusals_of(error: BaseException) -> tuple[Refusal, ...]:
     return tuple(Refusal(None, line) for line in str(error).splitlines()) if found is None else found
 
 
+def in_callers_words(error: Exception) -> Exception:
+    """The error in the words of the function that the caller called, for those who get its text alone."""
+    words = CALLER.get()()
+    return error if words is OWN else raised_for(type(error), map(words.said, refusals_of(error)))
+
+
 def arguments_of(errors: Iterable[BaseException]) -> list[str | None]:
     """The arguments that are refused."""
     return [refusal.argument for error in errors for refusal in refusals_of(error)]

@@ -88,7 +88,7 @@ EXCLUDED = (
     "tests/python/dear.py",  # nothing is left out on a GPU
     "tests/python/emulated.py",  # used by tests that need no GPU
     "tests/python/nodes.py",  # judges recorded functions on the CPU
-    "tests/python/parallel_calls.py",  # used by tests of processes on the CPU
+    "tests/python/parallel_[cm]*.py",  # used by tests of processes on the CPU
     "tests/python/test_*.py",  # these tests run on the CPU only
     "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )

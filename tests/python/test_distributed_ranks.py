@@ -332,8 +332,8 @@ def test_local_attention_in_a_context_is_refused(workers):
 def test_a_mask_of_another_kind_is_refused_in_a_context(workers):
     for (of_number, number), (of_integers, integers) in workers.run(calls.masks_refused_in_a_context, 4):
         assert (of_number, of_integers) == ("TypeError", "ValueError")
-        assert number == "mask: int; accepted is a torch.Tensor, as q is [rank 0 of 4]"
-        assert integers.startswith("mask: dtype int64; accepted is bool")
+        assert number == "attn_mask: int; accepted is a torch.Tensor, as query is [rank 0 of 4]"
+        assert integers.startswith("attn_mask: dtype int64; accepted is bool")
 
 
 def test_what_a_context_refuses(workers):

@@ -17,7 +17,7 @@ from strobe_tools.cli import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = ["from-formula-to-kernel.md", "compat.md", "functions.md", "hyperbolic.md", "ladder.md", "pytorch.md", "reference.md"]
+PAGES = ["from-formula-to-kernel.md", "compat.md", "functions.md", "hyperbolic.md", "ladder.md", "pytorch.md", "recipes.md", "reference.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import math
+import resource
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 import torch
 from aiohttp import web
@@ -26,7 +31,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "serve"
 @pytest.fixture(scope="module")
 def serve():
     """The example's modules, by the names under which they import each other."""
-    names = ("cache", "model", "engine", "server", "load")
+    names = ("cache", "model", "engine", "protocol", "answers", "metrics", "server", "load")
     sys.path.insert(0, str(EXAMPLE))
     try:
         yield {name: __import__(name) for name in names}
@@ -53,12 +58,13 @@ CALLS = [{"prompt": p, "max_tokens": 20 + 3 * n, "temperature": 0.9 * (n % 2), "
 async def served(serve: Any, trained: Any, **settings: Any) -> AsyncIterator[tuple[Any, Any]]:
     """Yields (engine, client)."""
     engine = serve["engine"].Engine(*trained, **settings)
-    runner = web.AppRunner(serve["server"].application(engine), handler_cancellation=True)
+    runner = web.AppRunner(serve["server"].application(engine), handler_cancellation=True, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
     await site.start()
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+    unlimited = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=unlimited) as client:
         yield engine, client
     await runner.cleanup()
 
@@ -66,6 +72,11 @@ async def served(serve: Any, trained: Any, **settings: Any) -> AsyncIterator[tup
 async def emptied(engine: Any) -> None:
     while engine.pages.free < engine.pages.count or engine.running:
         await asyncio.sleep(0.005)
+
+
+async def metrics(client: Any) -> dict[str, float]:
+    lines = (await (await client.get("/metrics")).text()).splitlines()
+    return {name: float(x) for name, x in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
 async def texts(serve: Any, client: Any, calls: list[dict[str, Any]], at_once: bool) -> list[str]:
@@ -113,7 +124,7 @@ def test_the_bits_of_logits_are_the_same_at_every_load(serve, trained, dtype, to
     def logits(rows: list[int], cuts: list[int]) -> torch.Tensor:
         pages = serve["cache"].Pages(100, 4)
         cache = serve["cache"].Cache(config.layers, config.heads, config.head_dim, pages, dtype, torch.device("cpu"))
-        owned = {row: pages.take(13) for row in rows}
+        owned = {row: pages.take([], 52)[0] for row in rows}
         held = dict.fromkeys(rows, 0)
         last: dict[int, torch.Tensor] = {}
         for cut in cuts:
@@ -140,7 +151,7 @@ def test_a_client_that_goes_away_frees_its_pages(serve, trained, alone):
         async with served(serve, trained, pages=12, page_size=16) as (engine, client):
             long = {"prompt": "x" * 40, "max_tokens": 100}
             for lines in (0, 3):  # disconnects before the first token, and in the midst of an answer
-                response = await client.post("/generate", json=long)
+                response = await client.post("/v1/completions", json=long | {"stream": True})
                 for _ in range(lines):
                     await response.content.readline()
                 assert engine.pages.free < 12
@@ -167,15 +178,17 @@ def test_a_full_pool_queues_and_corrupts_nothing(serve, trained, alone):
             def watched() -> None:
                 admit()
                 owned = [page for request in engine.running for page in request.pages]
-                assert len(set(owned)) == len(owned) == pages - engine.pages.free  # each page has one owner, or none
+                assert len(set(owned)) == pages - engine.pages.free  # no page is lost, and none of a request is free
+                assert all(len(set(request.pages)) == len(request.pages) for request in engine.running)
                 seen.append((len(engine.running), len(engine.queue)))
 
             engine._admit = watched
             assert await texts(serve, client, CALLS * 2, at_once=True) == alone * 2
             assert max(waiting for _, waiting in seen) > len(CALLS)
             assert max(running for running, _ in seen) < len(CALLS)
-            health = await (await client.get("/health")).json()
-            assert health == {"pages": pages, "free": pages, "running": 0, "waiting": 0}
+            told = await metrics(client)
+            names = ("serve_pages", "serve_free_pages", "serve_running", "serve_waiting")
+            assert [told[name] for name in names] == [pages, pages, 0, 0]
 
     asyncio.run(run())
 
@@ -193,41 +206,211 @@ def test_a_step_that_fails_is_told_and_the_server_goes_on(serve, trained, alone,
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b"{", "body: Expecting"),
-        (b"", "body: Expecting value"),
-        (b"\xff", "body: 'utf-8' codec can't decode"),
-        (b"[" * 100_000, "body: "),
-        (b'{"prompt": "\\ud800"}', "prompt: '\\ud800' in it, half of a character; accepted is a text"),
-        (b"[]", "body: accepted is a JSON object with prompt, max_tokens, temperature, seed"),
-        (
-            b'{"promt": "x"}',
-            "promt: no such field; accepted is a JSON object with prompt, max_tokens, temperature, seed; did you mean prompt?",
-        ),
-        (b'{"prompt": "x", "\\n": 1}', r"\n: no such field; accepted is"),
-        (b'{"prompt": 3}', "prompt: 3; accepted is a text"),
-        (b'{"max_tokens": 0}', "max_tokens: 0; accepted are 1 to 192"),
-        (b'{"max_tokens": true}', "max_tokens: True; accepted is a number"),
-        (b'{"temperature": -1}', "temperature: -1; accepted are 0"),
-        (b'{"temperature": NaN}', "temperature: nan; accepted are 0"),
-        (b'{"seed": 9223372036854775808}', "seed: 9223372036854775808; accepted are integers of 64 bits"),
-        (json.dumps({"prompt": "q" * 190}).encode(), "prompt: 191 tokens, and 32 to come; accepted are 192 together, the model's longest"),
-        (json.dumps({"prompt": "q" * 90}).encode(), "prompt: it needs 31 pages with its answer; accepted are 30, all that there are"),
-    ],
-)
+FIELDS = "model, user, temperature, seed, n, stop, stream, stream_options, "
+REFUSED = [
+    (b"{", "body: Invalid JSON: EOF"),
+    (b"", "body: Invalid JSON: EOF"),
+    (b"\xff", "body: Invalid JSON: "),
+    (b"[" * 100_000, "body: Invalid JSON: recursion limit"),
+    (b'{"prompt": "\\ud800"}', "body: Invalid JSON: "),
+    (b"[]", "body: []; Input should be an object"),
+    (b"{}", "prompt: Field required"),
+    (b'{"prompt": "x", "promt": "x"}', f"promt: no such field; accepted are {FIELDS}prompt, max_tokens, logprobs; did you mean prompt?"),
+    (b'{"prompt": "x", "\\n": 1}', r"\n: no such field; accepted are"),
+    (b'{"prompt": 3}', "prompt: 3; Input should be a valid string"),
+    (b'{"prompt": "x", "max_tokens": 0}', "max_tokens: 0; Input should be greater than or equal to 1"),
+    (b'{"prompt": "x", "max_tokens": true}', "max_tokens: True; Input should be a valid integer"),
+    (b'{"prompt": "x", "max_tokens": 5.5}', "max_tokens: 5.5; Input should be a valid integer"),
+    (b'{"prompt": "x", "temperature": -1}', "temperature: -1; Input should be greater than or equal to 0"),
+    (b'{"prompt": "x", "temperature": NaN}', "temperature: nan; Input should be"),
+    (b'{"prompt": "x", "seed": 9223372036854775808}', "seed: 9223372036854775808; Input should be less than 9223372036854775808"),
+    (b'{"prompt": "x", "stop": [""]}', "stop.0: ''; String should have at least 1 character"),
+    (b'{"prompt": "x", "n": 17}', "n: 17; Input should be less than or equal to 16"),
+    (
+        json.dumps({"prompt": "q" * 190, "max_tokens": 32}).encode(),
+        "max_tokens: 32 after a prompt of 191; accepted are 192 together, the model's longest",
+    ),
+    (
+        json.dumps({"prompt": ["x", "q" * 90], "max_tokens": 32}).encode(),
+        "prompt: it needs 31 pages with its answer; accepted are 30, all that there are",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED)
 def test_what_cannot_be_answered_is_refused(serve, trained, body, message):
     async def run() -> None:
         async with served(serve, trained, pages=30, page_size=4) as (engine, client):
-            response = await client.post("/generate", data=body)
+            response = await client.post("/v1/completions", data=body)
             assert response.status == 400
             error = (await response.json())["error"]
-            assert error.startswith(message)
-            assert "\n" not in error
+            assert error["message"].startswith(message)
+            assert error["type"] == "invalid_request_error"
+            assert "\n" not in error["message"]
+            await asyncio.wait_for(emptied(engine), 20)
             assert not engine.queue
 
     asyncio.run(run())
+
+
+def test_a_wrong_field_of_a_message_is_named(serve, trained):
+    async def run() -> list[str]:
+        async with served(serve, trained) as (_, client):
+            found = []
+            for messages in ([], [{"role": "user", "content": 3}], [{"role": "user", "content": "x", "name": "y"}]):
+                response = await client.post("/v1/chat/completions", json={"messages": messages})
+                found.append((await response.json())["error"]["message"])
+            return found
+
+    none, number, name = asyncio.run(run())
+    assert none.startswith("messages: []; List should have at least 1 item")
+    assert number.startswith("messages.0.content: 3; Input should be a valid string")
+    assert name.startswith("messages.0.name: no such field; accepted are role, content")
+
+
+def test_the_client_of_openai(serve, trained):
+    """Texts, streamed and whole, are those of the same seed; logprobs, stops and several choices are what its types expect."""
+
+    async def run() -> None:
+        async with (
+            served(serve, trained) as (_, plain),
+            openai.AsyncOpenAI(base_url=str(plain._base_url / "v1"), api_key="none") as client,
+        ):
+            assert [model.id async for model in client.models.list()] == ["strobe"]
+            asked = {"model": "strobe", "prompt": "def f(", "max_tokens": 24, "seed": 3, "temperature": 0.9}
+            whole = await client.completions.create(**asked, n=2, logprobs=3)
+            assert whole.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in whole.choices)
+            for choice in whole.choices:
+                assert choice.finish_reason in ("length", "stop")
+                assert "".join(choice.logprobs.tokens).startswith(choice.text[:5])
+                assert all(len(top) <= 3 and max(top.values()) <= 0 for top in choice.logprobs.top_logprobs)
+                assert all(math.isfinite(x) and x <= 0 for x in choice.logprobs.token_logprobs)
+            assert whole.choices[0].text != whole.choices[1].text  # another seed
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            texts, usage = ["", ""], None
+            async for event in await client.completions.create(**asked, n=2, **options):
+                usage = event.usage or usage
+                for choice in event.choices:
+                    texts[choice.index] += choice.text
+            assert texts == [choice.text for choice in whole.choices]
+            assert usage.total_tokens == whole.usage.total_tokens
+            text = whole.choices[0].text
+            for stop in (text[4:7], [text[9:12], text[4:7]]):
+                for is_streamed in (False, True):
+                    found, reason = "", None
+                    answer = await client.completions.create(**asked, stop=stop, stream=is_streamed)
+                    events = [event async for event in answer] if is_streamed else [answer]
+                    for event in events:
+                        found, reason = found + event.choices[0].text, event.choices[0].finish_reason or reason
+                    assert (found, reason) == (text[: text.index(text[4:7])], "stop")
+            with pytest.raises(openai.BadRequestError, match="top_p: no such field"):
+                await client.completions.create(**asked, top_p=0.5)
+
+    asyncio.run(run())
+
+
+def test_the_chat_client_of_openai(serve, trained):
+    async def run() -> None:
+        async with (
+            served(serve, trained) as (_, plain),
+            openai.AsyncOpenAI(base_url=str(plain._base_url / "v1"), api_key="none") as client,
+        ):
+            asked = {
+                "model": "strobe",
+                "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "for each"}],
+                "seed": 1,
+            }
+            whole = await client.chat.completions.create(**asked, max_completion_tokens=12, logprobs=True, top_logprobs=2)
+            (choice,) = whole.choices
+            assert choice.message.role == "assistant"
+            assert len(choice.logprobs.content) == whole.usage.completion_tokens == 12
+            assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+            streamed = await client.chat.completions.create(**asked, max_completion_tokens=12, stream=True)
+            assert "".join([event.choices[0].delta.content async for event in streamed]) == choice.message.content
+
+    asyncio.run(run())
+
+
+def test_requests_that_begin_alike_share_pages(serve, trained):
+    """Texts are the same with keys that others have computed. A page that is taken for other tokens is shared no more."""
+    call = {"prompt": "for each of the words " * 3, "max_tokens": 20, "temperature": 0.9, "seed": 5}
+
+    async def run() -> None:
+        async with served(serve, trained, pages=30, page_size=4) as (engine, client):
+            first = await serve["load"].ask(client, call)
+            assert (await metrics(client))["serve_shared_tokens_total"] == 0
+            again = await serve["load"].ask(client, call)
+            shared = (await metrics(client))["serve_shared_tokens_total"]
+            tokens = 1 + len(engine.tokenizer.encode(call["prompt"]).ids)
+            assert shared == (tokens - 1) // 4 * 4 > 0
+            assert again.text == first.text
+            longer = call | {"prompt": call["prompt"] + first.text}  # the answer's pages are shared, too
+            await serve["load"].ask(client, longer)
+            assert (await metrics(client))["serve_shared_tokens_total"] >= 2 * shared
+            for number in range(6):  # they need all pages
+                await serve["load"].ask(client, {"prompt": f"{number}" * 60, "max_tokens": 40})
+            before = (await metrics(client))["serve_shared_tokens_total"]
+            assert (await serve["load"].ask(client, call)).text == first.text
+            assert (await metrics(client))["serve_shared_tokens_total"] == before
+            assert engine.pages.free == 30
+
+    asyncio.run(run())
+
+
+def test_clients_that_leave_are_a_line_each(serve, trained, caplog):
+    async def run() -> None:
+        async with served(serve, trained) as (engine, client):
+            call = {"prompt": "x" * 20, "max_tokens": 60, "temperature": 0.5}
+
+            async def leaves(number: int) -> None:
+                response = await client.post("/v1/completions", json=call | {"stream": True, "seed": number})
+                await response.content.readline()
+                response.close()
+
+            stays = [serve["load"].ask(client, call | {"seed": number}) for number in range(30)]
+            await asyncio.gather(*stays, *(leaves(number) for number in range(30)))
+            await asyncio.wait_for(emptied(engine), 20)
+            told = await metrics(client)
+            assert told['serve_requests_total{end="answered",path="/v1/completions"}'] == 30
+            assert told['serve_requests_total{end="left",path="/v1/completions"}'] == 30
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(run())
+    lines = [record for record in caplog.records if record.name != "asyncio"]
+    assert len([record for record in lines if "the client left after" in record.getMessage()]) == len(lines) == 30
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_thousand_connections(serve, trained):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096) if hard > 0 else 4096, hard))  # both ends are in this process
+
+    async def run() -> None:
+        async with served(serve, trained, pages=1200) as (engine, client):
+            answers = await asyncio.gather(*(serve["load"].ask(client, {"prompt": "x", "max_tokens": 2, "seed": n}) for n in range(1000)))
+            assert all(1 <= len(answer.came) <= 2 for answer in answers)
+            assert engine.pages.free == 1200
+
+    try:
+        asyncio.run(run())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_port_in_use_is_told_in_a_line(serve, trained, monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(serve["server"], "load", lambda *_: trained)
+        monkeypatch.setattr(sys, "argv", ["server.py", "attention.pt", "--port", str(port)])
+        with pytest.raises(SystemExit) as ended:
+            serve["server"].main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("server.py: ")
+    assert f"{port}" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no checkpoint"])
@@ -246,7 +429,7 @@ def test_an_unknown_charset_is_no_error_of_the_server(serve, trained):
     async def run() -> None:
         async with served(serve, trained) as (_, client):
             body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
-            response = await client.post("/generate", data=body, headers={"Content-Type": "application/json; charset=none"})
+            response = await client.post("/v1/completions", data=body, headers={"Content-Type": "application/json; charset=none"})
             assert response.status == 200
 
     asyncio.run(run())

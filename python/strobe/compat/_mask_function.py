@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import BlockMask as Blocks
+from .._attention import CONTEXTS
 from .._messages import shown
 from ._mask_terms import (
     EVERYTHING,
@@ -47,11 +48,12 @@ class MaskFunction(_BlockMask):
 
     def __init__(
         self, batch_size: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, mask_function: Callable[..., Any],
-        padding: Tensor | None, use_vmap: bool, device: torch.device, parts: tuple[Any, ...] = (),
+        padding: Tensor | None, use_vmap: bool, device: torch.device, parts: tuple[Any, ...] = (), shard: int | None = None,
     ):  # fmt: skip
         self.batch_size, self.q_length, self.kv_length, self.q_offset, self.kv_offset = batch_size, q_length, kv_length, q_offset, kv_offset
         self.mask_function, self.padding, self.use_vmap, self.device = mask_function, padding, use_vmap, device
         self.parts = parts  # the masks that were joined
+        self.shard = shard  # how many of the queries and of the keys the model has; None: all
         self.heads = 1
         self.causal = False
         self.window: tuple[int | None, int | None] | None = None
@@ -84,14 +86,15 @@ class MaskFunction(_BlockMask):
         function, padding = self.mask_function, None if self.padding is None else self.padding[:1].expand(size, -1)
         return MaskFunction(
             size, self.q_length, self.kv_length, self.q_offset, self.kv_offset, lambda _, h, i, j: function(0, h, i, j), padding,
-            self.use_vmap, self.device,
+            self.use_vmap, self.device, shard=self.shard,
         )  # fmt: skip
 
     # What transformers and its models ask a mask
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.batch_size, self.heads, self.q_length, self.kv_length))
+        lengths = (self.q_length, self.kv_length) if self.shard is None else (self.shard, self.shard)
+        return torch.Size((self.batch_size, self.heads, *lengths))
 
     @property
     def ndim(self) -> int:
@@ -140,8 +143,10 @@ class MaskFunction(_BlockMask):
         if rows is None:
             return self.to_dense()[index]
         (q, q_length), (k, kv_length) = rows
-        if (q_length, kv_length) == (self.q_length, self.kv_length):
+        if (q_length, kv_length) == tuple(self.shape[2:]):
             return self
+        if self.shard is not None:
+            return self.to_dense()[index]
         return MaskFunction(
             self.batch_size, q_length, kv_length, self.q_offset + q, self.kv_offset + k, self.mask_function, self.padding, self.use_vmap,
             self.device,
@@ -206,6 +211,10 @@ class MaskFunction(_BlockMask):
 
     def to_dense(self) -> Tensor:
         """The bool tensor (batch, 1, queries, keys), True = attend, as transformers makes it for SDPA."""
+        if self.shard is not None:
+            raise NotImplementedError(
+                "attention_mask: its tensor is asked for inside context_parallel(); accepted are models that pass it on"
+            )
         if self.parts:
             return torch.cat([part.to_dense() for part in self.parts], -1).expand(self.shape)
         from transformers.masking_utils import and_masks, padding_mask_function, sdpa_mask
@@ -407,7 +416,9 @@ class _Rest:
         sees_all, is_prefix = torch.stack([found.all(), leads.all()]).tolist()  # one wait for a GPU
         if sees_all:
             mask.keys = None
-        elif is_prefix and mask.cu_seqlens is None and (mask.q_offset == mask.kv_offset or self.visible == EVERYTHING):
+        elif (
+            is_prefix and mask.shard is None and mask.cu_seqlens is None and (mask.q_offset == mask.kv_offset or self.visible == EVERYTHING)
+        ):
             mask.keys, mask.seqused = None, counts.reshape(-1).to(torch.int32).expand(mask.batch_size)
         if mask.keys is not None and mask.cu_seqlens is not None:  # the mask of keys would have to be cut up as well
             mask.cu_seqlens = None
@@ -454,7 +465,7 @@ class _Rest:
                 starts = begins.reshape(-1).nonzero().reshape(-1)
                 ends = torch.cat([starts, starts.new_full((1,), begins.numel())])
                 mask.cu_seqlens, mask.longest = ends.to(torch.int32), int(ends.diff().max())
-                if self.others or mask.parts:
+                if self.others or mask.parts or (mask.shard is not None and mask.batch_size > 1):  # ranks share packed tokens of one row
                     mask.cu_seqlens = None
                     self.others += [condition for _, condition in self.sequences]
             return
@@ -597,10 +608,20 @@ def mask_of(
             padding = torch.nn.functional.pad(padding, (0, missing))
     # A static cache counts up the tensor that it gives, before attention reads it.
     q_offset, kv_offset = (x.clone() if isinstance(x, Tensor) else x for x in (q_offset, kv_offset))
+    shard = None
+    if CONTEXTS:
+        from ._shards import whole_mask
+
+        shard, q_length, mask_function, padding = whole_mask(
+            (q_length, kv_length), (q_offset, kv_offset), mask_function, padding, torch.device(device)
+        )
+        kv_length = q_length
     is_local = local_size is not None and kv_length >= local_size
     if allow_is_bidirectional_skip and not is_local and not is_traced(padding) and (padding is None or bool(padding.all())):
         return None
-    return MaskFunction(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, padding, use_vmap, torch.device(device))
+    return MaskFunction(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, padding, use_vmap, torch.device(device), shard=shard
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -630,6 +651,10 @@ def joined(parts: Any) -> MaskFunction:
     flat = tuple(each for part in parts for each in (part.parts or (part,)))
     first = flat[0]
     for part in flat[1:]:
+        if part.shard is not None:
+            raise NotImplementedError(
+                "attention_mask: joined of two inside context_parallel(); accepted is a mask of this rank's tokens alone"
+            )
         if (part.batch_size, part.q_length) != (first.batch_size, first.q_length):
             raise ValueError(
                 f"attention_mask: masks of shapes {first.shape} and {part.shape} side by side; accepted are those of the same queries"

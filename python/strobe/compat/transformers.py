@@ -12,12 +12,14 @@ It needs transformers 4.53 or later, and continuous batching 5.0 or later:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import attention
+from .._attention import CONTEXTS
 from .._messages import TRANSFORMERS_EXTRA, kind, needed_by
 from .._tensor_checks import misplaced
 from ._mask_function import MaskFunction, checked_sequences, mask_of
@@ -78,6 +80,9 @@ def attention_forward(
             behind one another in a batch of 1, if the mask hides nothing but by causal, windows and these sequences, whose own lengths
             it does not know. Refused are cache (paged) and output_attentions. Others have no effect.
 
+    Inside strobe.distributed.context_parallel() query, key and value have this rank's tokens, and attention_mask, position_bias and lengths
+    of sequences are those of whole sequences: the rank's rows, and all columns.
+
     Raises:
         The errors of strobe.attention, with the names of these arguments.
     """
@@ -100,15 +105,20 @@ def attention_forward(
     else:
         causal = switch_or_refusal("is_causal" if own else "module.is_causal", is_causal if own else getattr(module, "is_causal", True))
         packed = None if is_bias or attention_mask is not None else _packed(None, query, key, others)
-        if packed is None and causal is True and (attention_mask is not None or _is_single(query)):
+        if packed is None and causal is True and (attention_mask is not None or (_is_single(query) and not CONTEXTS)):
             causal = False  # a mask replaces causal, and a single query sees all keys
         hidden = {**_masks(attention_mask, position_bias), "causal": causal, "alignment": "top_left"}
+    attend: Callable[..., Any] = attention
+    if CONTEXTS:
+        from ..distributed import attention as of_ranks
+
+        attend = of_ranks
     if packed is None:
-        out = called(names, attention, q=query, k=key, v=value, **hidden, **options)
+        out = called(names, attend, q=query, k=key, v=value, **hidden, **options)
         return out.transpose(1, 2).contiguous(), None
     options |= {"causal": hidden["causal"], "window": hidden.get("window"), **packed}
     q, k, v = (_of_tokens(x) for x in (query, key, value))
-    out = called(names, attention, q=q, k=k, v=v, layout="bshd", **options)
+    out = called(names, attend, q=q, k=k, v=v, layout="bshd", **options)
     return out.unflatten(0, query.shape[:1] + query.shape[2:3]).contiguous(), None
 
 
@@ -122,9 +132,9 @@ def _of_tokens(x: Tensor) -> Tensor:
 
 
 def _fit(mask: MaskFunction, query: Any, key: Any) -> None:
-    for name, x, length in (("query", query, mask.q_length), ("key", key, mask.kv_length)):
+    for name, x, length in (("query", query, mask.shape[2]), ("key", key, mask.shape[3])):
         if isinstance(x, Tensor) and x.dim() == 4 and (x.shape[2] != length or mask.batch_size not in (1, x.shape[0])):
-            shape = f"for a batch of {mask.batch_size}, {mask.q_length} queries and {mask.kv_length} keys"
+            shape = f"for a batch of {mask.batch_size}, {mask.shape[2]} queries and {mask.shape[3]} keys"
             raise ValueError(f"attention_mask: {shape}, beside {name} of shape {tuple(x.shape)}; accepted is one for the same")
 
 
@@ -141,6 +151,10 @@ def _packed(mask: MaskFunction | None, query: Any, key: Any, others: dict[str, A
         lengths = {f"max_seqlen_{side}": others.get(f"max_length_{side}", others.get(f"max_seqlen_{side}")) for side in "qk"}
         known = {name: x if isinstance(x, (int, torch.SymInt)) else int(x) for name, x in lengths.items() if x is not None}
         cu_q = cu_q.int()
+        if CONTEXTS and (end := int(cu_q[-1])) != (tokens := CONTEXTS[-1].sharding.seqlen):
+            raise ValueError(
+                f"cu_seq_lens_q: ends at {end} inside context_parallel(); accepted are lengths of all {tokens} tokens together"
+            )
         if mask is not None and mask.fits is not None:
             cu_q = checked_sequences(cu_q, mask.fits)
         return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k.int(), **known}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .._refusals import in_callers_words
 from ._group import on_host
 from ._late import Waits, come_back, said_by, told
 
@@ -77,7 +78,7 @@ def drawn_by_first(group: ProcessGroup, drawn: Tensor, seconds: float | None) ->
 def _refusal(waits: Waits, said: Said) -> Exception:
     """The error, the same on all ranks."""
     failure = said.failure
-    mine = None if failure is None else told(failure), {name: repr(x) for name, x in said.signature.said.items()}
+    mine = None if failure is None else told(in_callers_words(failure)), {name: repr(x) for name, x in said.signature.said.items()}
     found: list[tuple[tuple[str, str] | None, dict[str, str]]] = [mine] * waits.group.size()
     waits.of("agreeing on what is wrong", lambda: dist.all_gather_object(found, mine, group=waits.group))
     for r, (wrong, _) in enumerate(found):

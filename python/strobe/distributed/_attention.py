@@ -56,6 +56,7 @@ class Context(NamedTuple):
     sharding: Sharding
     group: ProcessGroup
     method: str | None
+    whole_keys: frozenset[int] = frozenset()  # lengths of keys that are not sharded
 
 
 class ParsedCall(NamedTuple):

@@ -17,10 +17,16 @@ from .._attention import CONTEXTS
 from .._checks import Wrong, check_names, is_whole, refusal
 from .._messages import kind, shown
 from .._tensor_checks import tensor_refusal
+from ..compat import sdpa
+from ..compat._shards import in_models
+from ..compat._words import called
 from ._attention import Context, attention
 from ._group import group_of
 from ._late import leave
 from ._sharding import Sharding
+
+# F.scaled_dot_product_attention's names of attention()'s arguments.
+_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 
 
 @contextlib.contextmanager
@@ -32,6 +38,7 @@ def context_parallel(
     no_restore_buffers: Collection[Tensor] | None = None,
     sharding: Sharding | None = None,
     method: str | None = None,
+    whole_keys: Collection[int] = (),
     **others: Any,
 ) -> Iterator[Sharding]:
     """A context in which each rank has its own tokens of the buffers, and attention sees the whole sequences. It is like PyTorch's context
@@ -43,6 +50,10 @@ def context_parallel(
     inference is switched off within. Functions that would attend among this rank's tokens raise a RuntimeError within:
     nn.MultiheadAttention with need_weights=True, strobe.attention(), and the functions of strobe.nn and strobe.compat that call it.
 
+    Models of transformers, if it is imported by then, attend over whole sequences with attn_implementation "strobe" or "sdpa". They get
+    this rank's tokens, and the positions of these where no position_ids are given, and rotary embeddings take them. Masks of padding,
+    windows and packed sequences are those of whole sequences. A model that would compute something among this rank's tokens is refused.
+
     Args:
         mesh: a DeviceMesh of one dimension.
         buffers: tensors that have all tokens along an axis: the batch, its labels, positions. Within the context they have the rank's
@@ -51,6 +62,8 @@ def context_parallel(
         no_restore_buffers: the buffers that stay sharded.
         sharding: a Sharding of the buffers' length. None: Sharding.zigzag. It is needed where there are no buffers.
         method: as of attention().
+        whole_keys: lengths of keys that every rank has as a whole, as those of cross-attention: a call of
+            F.scaled_dot_product_attention with so many keys attends to them alone. No rank has so many tokens of the sharding.
 
     Raises:
         TypeError, ValueError: an argument is not as described above.
@@ -61,18 +74,20 @@ def context_parallel(
         if wrong:
             raise refusal(wrong)
         group, sharding, given, dims, kept = _judged(mesh, buffers, buffer_seq_dims, no_restore_buffers, sharding)
+        lengths = _lengths(whole_keys, sharding)
     except Exception as failure:  # the other ranks would wait for this rank
         leave(failure)
         raise
     before = [x.data for x in given]
     own, of_module, fast = F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
-    CONTEXTS.append(Context(sharding, group, method))
+    CONTEXTS.append(Context(sharding, group, method, lengths))
     try:
         for x, dim in zip(given, dims, strict=True):
             x.data = sharding.shard(x.data, dim, group.rank()).contiguous()
         F.scaled_dot_product_attention, F.multi_head_attention_forward = _sdpa, _without_weights(of_module)
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path does not call F.scaled_dot_product_attention
-        yield sharding
+        with in_models():
+            yield sharding
     finally:
         F.scaled_dot_product_attention, F.multi_head_attention_forward = own, of_module
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -106,11 +121,21 @@ def _judged(
     return group, sharding, given, dims, kept
 
 
+def _lengths(whole_keys: Any, sharding: Sharding) -> frozenset[int]:
+    lengths = _several("whole_keys", whole_keys)
+    own = {sharding.count(rank) for rank in range(sharding.world_size)}
+    for n in lengths:
+        if not is_whole(n) or n < 0 or n in own:
+            accepted = f"accepted are lengths other than {', '.join(map(str, sorted(own)))}, which are those of ranks' tokens"
+            raise ValueError(f"whole_keys: {shown(n)}; {accepted}")
+    return frozenset(lengths)
+
+
 def _several(name: str, x: Any) -> list[Any]:
     if x is None:
         return []
     if isinstance(x, Tensor) or not isinstance(x, Iterable):
-        accepted = "integers in a list" if name == "buffer_seq_dims" else "several tensors in a list"
+        accepted = "integers in a list" if name in ("buffer_seq_dims", "whole_keys") else "several tensors in a list"
         raise TypeError(f"{name}: {kind(x)}; accepted are {accepted}, or None")
     return list(x)
 
@@ -146,9 +171,17 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     """F.scaled_dot_product_attention on tensors that have the rank's tokens, (B, H, S, D); attn_mask has its rows, and all keys."""
+    if isinstance(key, Tensor) and key.dim() > 1 and key.shape[-2] in CONTEXTS[-1].whole_keys:
+        inside = CONTEXTS[:]
+        CONTEXTS.clear()
+        try:
+            return sdpa.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        finally:
+            CONTEXTS[:] = inside
     is_added = isinstance(attn_mask, Tensor) and attn_mask.is_floating_point()
     of_scores: dict[str, Any] = {} if attn_mask is None else {"bias" if is_added else "mask": attn_mask}
-    return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p, alignment="top_left", **of_scores)
+    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "alignment": "top_left"}
+    return called(_NAMES, attention, q=query, k=key, v=value, **options, **of_scores)
 
 
 def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
