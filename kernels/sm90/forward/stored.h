@@ -2,7 +2,7 @@
 // the tile that wgmma reads: x * scale in FP32, rounded once to q's dtype. So all else computes what it would over a dequantised cache, bit
 // by bit.
 #pragma once
-#include "../../ptx/mma.h"
+#include "../../device/stored_numbers.h"
 #include "rows.h"
 #include "source.h"
 
@@ -148,39 +148,6 @@ __device__ __forceinline__ void store_column_scales(const Inputs &in, const Oper
   }
 }
 
-STROBE_FN constexpr int numbers_of_word(i32 stored) { return stored == kInt4 ? 8 : 4; }
-// Constants that the compiler does not know. If it knew them, it would load each into a register again for each use.
-template <i32 kStored> struct Magic {};
-template <> struct Magic<kInt4> {
-  u32 at[5]; // 2^(23 - n) + 8, where a number's four bits lie from bit n = 4 i of the fraction on
-  __device__ __forceinline__ Magic() {
-#pragma unroll
-    for (int i = 0; i < 5; ++i) at[i] = computed_here((i32)((u32)(150 - 4 * i) << 23 | 8u << 4 * i));
-  }
-};
-// The numbers that a word stores, by column.
-template <i32 kStored>
-__device__ __forceinline__ void stored_numbers(u32 word, float (&x)[numbers_of_word(kStored)], const Magic<kStored> &magic) {
-  if constexpr (kStored == kInt8) { // 2^23 + 128 + x
-    const u32 y = word ^ 0x80808080u;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(__byte_perm(y, 0x4B000000u, 0x7650u + i)) - 8388736.0f;
-  } else if constexpr (kStored == kInt4) { // 2^(23 - n) + 8 + x
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int n = i < 5 ? i : i - 3;
-      x[i] = __uint_as_float(and_xor(i < 5 ? word : word >> 12, 15u << 4 * n, magic.at[n])) - (float)((1 << (23 - 4 * n)) + 8);
-    }
-  } else if constexpr (kStored == kE5M2) { // the upper byte of an FP16 number
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = to_float(f16{(unsigned short)((i % 2 ? word : word << 8) >> 16 * (i / 2) & 0xFF00u)});
-  } else {
-    u32 pairs[2];
-    pairs_of_e4m3(word, pairs[0], pairs[1]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = to_float(f16{(unsigned short)(pairs[i / 2] >> 16 * (i % 2))});
-  }
-}
 STROBE_FN constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 
 // The warps that dequantise. Each lane makes 16 bytes of stored numbers at a time into 16-bit ones. Eight lanes take eight rows, so that
@@ -286,15 +253,7 @@ private:
         const int p = n % kPeriod, rows = n / kPeriod * At::kStep;
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
-          float x[8], by[8];
-          if constexpr (kWord == 8) {
-            stored_numbers<kStored>(words[n % 2][c], x, magic);
-          } else {
-            float half[2][4];
-            stored_numbers<kStored>(words[n % 2][2 * c], half[0], magic), stored_numbers<kStored>(words[n % 2][2 * c + 1], half[1], magic);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = half[i / 4][i % 4];
-          }
+          float by[8];
           if constexpr (kByColumn) {
             float four[2][4];
             const u32 first = columns[p] + scale[n % 2] + 32 * c;
@@ -305,10 +264,10 @@ private:
 #pragma unroll
             for (int i = 0; i < 8; ++i) by[i] = __uint_as_float(scale[n % 2]);
           }
-          u32 pairs[4];
+          u32 some[8 / kWord], pairs[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            pairs[i] = pack<T>(rounded_product(x[2 * i], by[2 * i]), rounded_product(x[2 * i + 1], by[2 * i + 1]));
+          for (int i = 0; i < 8 / kWord; ++i) some[i] = words[n % 2][8 / kWord * c + i];
+          dequantise_eight<T, kStored>(some, by, pairs, magic);
           if (turn + n < count) store_shared(chunk[p][c] + rows * kRowBytes, pairs);
         }
       }
