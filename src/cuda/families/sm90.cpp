@@ -284,49 +284,67 @@ Problem with_few(Problem p, const Sequences &s) {
   return p;
 }
 
-// The launches of a call over quantised keys if the keys of sequences of many queries are dequantised first, once for all tiles of queries,
-// and those of other sequences in their loads. stored: the Config of the call in place. Null: that is not possible.
-std::optional<Program> dequantised_first(const Problem &p, const Config &stored, const Device &device, Scratch &scratch) {
+// The predicted seconds of the launches of a call that is only planned.
+double seconds_alone(const Problem &p, Config c, const Device &device) {
+  const Work work = share_out(c, p, device, heads_of_tile(p, c));
+  return predicted_seconds(p, c, device, work);
+}
+
+// How the sequences of a call over quantised keys are computed if the keys of those with many queries are dequantised first, and the others
+// in their loads.
+struct Ways {
+  Config many, few;
+};
+// in_place: the Config of the call if all keys are dequantised in the loads. d: the call over dequantised keys.
+std::optional<Ways> ways(const Problem &p, const Problem &d, const Sequences &sequences, const Config &in_place, const Device &device) {
+  Ways w{in_place, in_place};
+  if (p.invariant) { // a query's bits must not depend on how its keys are read, so all tiles are those of the call in place
+    w.many.features.quant = w.many.features.by_column = w.many.stored_stages = 0;
+    return w;
+  }
+  const std::optional<Config> many = choose_tile(with_many(d, sequences), device);
+  const std::optional<Config> few = sequences.mixed ? choose_tile(with_few(p, sequences), device) : in_place;
+  if (!many || !few) return {};
+  return Ways{*many, *few};
+}
+
+// The launches of a call over quantised keys in these ways. Null if they are not possible, or slower than those of the call in place.
+std::optional<Program> dequantised_first(const Problem &p, const Config &in_place, const Device &device, Scratch &scratch) {
   const Sequences sequences = sequences_of(p);
   const int64_t parts = std::max<int64_t>(1, div_up(dequantised_bytes(p), kMostDequantised)), heads = div_up(p.heads_kv, parts);
   if (p.longest_q() < sequences.least || parts > p.heads_kv || (parts > 1 && numbers_heads(p))) return {};
+  const int64_t least = sequences.mixed ? sequences.least : 0;
   Scratch end = scratch;
   std::optional<Program> program;
   for (int64_t first = 0; first < p.heads_kv; first += heads) {
     const Problem part = of_key_heads(p, first, std::min(heads, p.heads_kv - first));
     Scratch of_part = scratch; // the parts use the same memory, one after another
-    auto [d, launch] = dequantise(part, of_part, sequences.mixed ? sequences.least : 0);
-    // Invariant: sums take the order that the call has in place, so that a query's bits do not depend on which way its keys are read.
-    Config many = stored;
-    many.features.quant = many.features.by_column = many.stored_stages = 0;
-    if (!p.invariant) {
-      const std::optional<Config> chosen = choose_tile(with_many(d, sequences), device);
-      if (!chosen) return {};
-      many = *chosen;
-    }
-    Config few = stored;
-    if (sequences.mixed && !p.invariant) few = choose_tile(with_few(part, sequences), device).value_or(stored);
-    const Work of_many = share_out(many, d, device, heads_of_tile(with_many(d, sequences), many), !sequences.mixed);
-    const Work of_few = share_out(few, part, device, heads_of_tile(with_few(part, sequences), few), false);
+    auto [d, launch] = dequantise(part, of_part, least);
+    std::optional<Ways> way = ways(part, d, sequences, in_place, device);
+    if (!way) return {};
+    const Problem all_many = with_many(d, sequences), all_few = with_few(part, sequences);
+    const Work of_many = share_out(way->many, d, device, heads_of_tile(all_many, way->many), !sequences.mixed);
+    const Work of_few = share_out(way->few, part, device, heads_of_tile(all_few, way->few), false);
     if (std::max(of_many.items, of_few.items) > kMostItems) return {};
     if (!program) {
-      program = empty_program(p, many);
-      const std::string which = sequences.mixed ? text(" of sequences with at least ", sequences.least, " queries") : "";
-      program->kernel = text("k and v", which, " dequantised first; ", in_words(d, many, of_many));
-      if (sequences.mixed) program->kernel += text("; the others: ", in_words(part, few, of_few));
+      program = empty_program(p, way->many);
+      const std::string which = sequences.mixed ? text(" of sequences with at least ", least, " queries") : "";
+      program->kernel = text("k and v", which, " dequantised first; ", in_words(d, way->many, of_many));
+      if (sequences.mixed) program->kernel += text("; the others: ", in_words(part, way->few, of_few));
       program->notes.push_back(text("dequantised k and v take ", div_up(dequantised_bytes(part), 1 << 20), " MiB of the workspace",
                                     parts > 1 ? text(", ", heads, " key heads at a time") : ""));
     }
     program->steps.push_back(std::move(launch));
-    push_launches(*program, d, many, of_many, {.least = sequences.mixed ? sequences.least : 0}, device, of_part);
-    if (sequences.mixed) push_launches(*program, part, few, of_few, {.most = sequences.least - 1}, device, of_part);
-
-    const double keys = keys_read(with_many(part, sequences));
-    program->predicted_seconds +=
-        dequantising_seconds(part, device, keys) + predicted_seconds(with_many(d, sequences), many, device, of_many);
-    if (sequences.few) program->predicted_seconds += predicted_seconds(with_few(part, sequences), few, device, of_few);
+    push_launches(*program, d, way->many, of_many, {.least = least}, device, of_part);
+    if (sequences.mixed) push_launches(*program, part, way->few, of_few, {.most = least - 1}, device, of_part);
+    program->predicted_seconds += dequantising_seconds(part, device, keys_read(with_many(part, sequences))) +
+                                  seconds_alone(all_many, way->many, device) +
+                                  (sequences.few ? seconds_alone(all_few, way->few, device) : 0);
     if (of_part.bytes() > end.bytes()) end = of_part;
   }
+  const double otherwise = seconds_alone(with_many(p, sequences), in_place, device) +
+                           (sequences.few ? seconds_alone(with_few(p, sequences), in_place, device) : 0);
+  if (!program || program->predicted_seconds >= otherwise) return {};
   scratch = end;
   return program;
 }
@@ -358,9 +376,7 @@ private:
     Program *program = std::get_if<Program>(&made);
     if (!program) return made;
     if (p.quantised())
-      if (std::optional<Program> first = dequantised_first(p, *config, device, of_first);
-          first && first->predicted_seconds < program->predicted_seconds)
-        *program = std::move(*first), scratch = of_first;
+      if (std::optional<Program> first = dequantised_first(p, *config, device, of_first)) *program = std::move(*first), scratch = of_first;
     if (p.mask) program->kernel += ", mask packed into bits";
     return made;
   }
