@@ -13,7 +13,7 @@ template <DequantiseConfig C> struct Dequantise {
   using Arguments = QuantisedArguments<DequantiseArguments>;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
-  static constexpr int kThreads = C.threads(), kBlocksPerSm = 4;
+  static constexpr int kThreads = C.threads(), kBlocksPerSm = 4, kGroup = 16; // a warp takes 16 rows at a time, which lie in one page
 
   // A block takes the rows of one key head that lie in one tile of C.rows() keys.
   static __device__ __forceinline__ void run(const Arguments &a) {
@@ -32,7 +32,7 @@ template <DequantiseConfig C> struct Dequantise {
     const i64 end = tile.begin + C.rows();
     if (tile.begin >= seen.end || end <= seen.begin) return;
     const i64 held = packed ? in.total_k - s.k0 : F.pages ? round_up(s.band.seqlen_k, 16) : in.seqlen_k;
-    const i64 first = tile.begin <= seen.begin ? max(seen.begin - C.beside(), 0ll) : tile.begin;
+    const i64 first = tile.begin <= seen.begin ? round_down(max(seen.begin - C.beside(), 0ll), kGroup) : tile.begin;
     const Rows rows{(i32)first, (i32)(end < seen.end ? end : min(seen.end + C.beside(), held)), tile.b, head};
 
     if (F.pages && a.table && head == 0) write_table(a, rows);
@@ -55,64 +55,102 @@ private:
   }
 
   template <bool kValue> static __device__ __forceinline__ void dequantise(const Arguments &a, const Sequence &s, const Rows &rows) {
-    constexpr bool kByColumn = F.by_column && !kValue;
-    constexpr int kColumns = kValue ? C.head_dim_v : C.head_dim, kPieces = kColumns / 8; // a thread takes eight columns at a time
-    constexpr int kWords = 8 / numbers_of_word(F.quant), kTurns = 4;                     // turns whose loads are under way together
-    const Inputs &in = a.in;
-    const Operand &scales = kValue ? a.scales.v : a.scales.k, &to = kValue ? a.to_v : a.to_k;
-    const bool half = kValue ? a.scales.half_v : a.scales.half_k;
-    const QuantisedKeys<F, kByColumn> keys(kValue ? in.v : in.k, scales, half, kValue ? 1 : a.scales.group, in, s, rows.b, rows.head,
-                                           kColumns);
-    // Keys that do not count become zeros where no other sequence has the same row.
-    const i32 counted = (F.pages && !a.table) || (in.cu_seqlens_q && !F.pages) ? rows.end : (i32)s.band.seqlen_k;
-    const i32 count = (rows.end - rows.begin) * kPieces;
-    const Magic<F.quant> magic;
+    const i32 warp = (i32)threadIdx.x / 32;
 #pragma unroll 1
-    for (i32 n0 = (i32)threadIdx.x; n0 < count; n0 += kTurns * kThreads) {
-      u32 words[kTurns][kWords] = {};
-      StoredScale scale[kTurns];
-      T *at[kTurns];
+    for (i32 j = rows.begin + kGroup * warp; j < rows.end; j += kGroup * kThreads / 32) dequantise<kValue>(a, s, rows, j);
+  }
+  // Dequantises up to 16 rows from key j0 on. A lane takes the same eight columns of several rows.
+  template <bool kValue>
+  static __device__ __forceinline__ void dequantise(const Arguments &a, const Sequence &s, const Rows &rows, i32 j0) {
+    constexpr bool kByColumn = F.by_column && !kValue;
+    constexpr int kColumns = kValue ? C.head_dim_v : C.head_dim, kPieces = kColumns / 8, kDown = 32 / kPieces; // rows at a time
+    constexpr int kTurns = (kGroup + kDown - 1) / kDown, kTogether = min(4, kTurns); // turns; those whose loads are under way together
+    constexpr int kWords = 8 / numbers_of_word(F.quant);
+    const Inputs &in = a.in;
+    const Operand &to = kValue ? a.to_v : a.to_k;
+    const bool half = kValue ? a.scales.half_v : a.scales.half_k;
+    const QuantisedKeys<F, kByColumn> keys(kValue ? in.v : in.k, kValue ? a.scales.v : a.scales.k, half, kValue ? 1 : a.scales.group, in, s,
+                                           rows.b, rows.head, kColumns);
+    const u8 *from;
+    i64 scales; // the index of the first row's scale
+    T *target;
+    // Rows from `counted` on, keys that do not count, become zeros, unless another sequence may have the same rows.
+    i32 counted = rows.end - j0;
+    if constexpr (F.pages) {
+      const Divisor page = in.pages.size;
+      __builtin_assume(page.by != 1);
+      const u32 n = page.divide((u32)j0), slot = (u32)j0 - n * page.by, entry = (u32)keys.pages.table[n];
+      if (entry >= keys.pages.pages) return; // missing
+      from = keys.first + keys.pages.offset_of(entry, slot, keys.x.stride[0], keys.x.stride[2]);
+      scales = kByColumn ? keys.pages.offset_of(entry, 0, keys.scale.stride[0], 0) + slot / (u32)keys.group * keys.scale.stride[2]
+                         : keys.pages.offset_of(entry, slot, keys.scale.stride[0], keys.scale.stride[2]);
+      target = to.at<T>(a.table ? rows.b * a.pages_each + n : entry, rows.head, slot, 0);
+      if (a.table) counted = (i32)s.band.seqlen_k - j0;
+    } else {
+      from = keys.row(j0), scales = kByColumn ? 0 : keys.scales_of(j0);
+      target = to.at<T>(rows.b, rows.head, s.k0 + j0, 0);
+      if (!in.cu_seqlens_q) counted = (i32)s.band.seqlen_k - j0;
+    }
+    const i32 lane = (i32)threadIdx.x % 32, r0 = lane / kPieces, c = lane % kPieces * 8;
+    const i32 end = lane < kDown * kPieces ? min(rows.end - j0, (i32)kGroup) : 0;
+    counted = min(counted, end);
+    const i64 scale_bytes = keys.scale.stride[2] * (half ? 2 : 4);
+    const u8 *scale_from = (const u8 *)keys.scales + scales * (half ? 2 : 4) + r0 * scale_bytes;
+    from = kept(from + r0 * keys.x.stride[2] + c * kWords / 2), scale_from = kept(scale_from), target = kept(target + r0 * kColumns + c);
+
+    const Magic<F.quant> magic;
+    float by[8] = {};
+    i32 next_group = 0; // the row from which on other scales of columns hold
+#pragma unroll 1
+    for (i32 r = r0; r < end; r += kTogether * kDown, target += kTogether * kDown * kColumns) {
+      u32 words[kTogether][kWords] = {};
+      StoredScale scale[kTogether];
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) {
-        const i32 n = n0 + t * kThreads, j = rows.begin + n / kPieces, c = n % kPieces * 8;
-        at[t] = n < count ? place(a, to, s, rows, j, c) : nullptr;
-        if (!at[t] || j >= counted) continue;
-        const u8 *from = keys.row(j) + c * kWords / 2;
+      for (int t = 0; t < kTogether; ++t, from += kDown * keys.x.stride[2], scale_from += kDown * scale_bytes) {
+        if (r + t * kDown >= counted) continue;
         if constexpr (kWords == 2) {
           const uint2 x = *(const uint2 *)from;
           words[t][0] = x.x, words[t][1] = x.y;
         } else {
           words[t][0] = *(const u32 *)from;
         }
-        if constexpr (!kByColumn) scale[t] = keys.stored_scale(keys.scales_of(j));
+        if constexpr (kByColumn) continue;
+        if (half)
+          scale[t].as_half = *(const unsigned short *)scale_from;
+        else
+          scale[t].as_float = *(const float *)scale_from;
       }
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) {
-        if (!at[t]) continue;
-        const i32 n = n0 + t * kThreads, j = rows.begin + n / kPieces, c = n % kPieces * 8;
-        float by[8] = {};
+      for (int t = 0; t < kTogether; ++t) {
+        const i32 row = r + t * kDown;
+        if (row >= end) continue;
         if constexpr (kByColumn) {
-          const i64 first = j < counted ? keys.scales_of(j) : 0;
+          if (row >= next_group && row < counted) {
+            i64 first = scales;
+            next_group = kGroup;
+            if constexpr (!F.pages) {
+              const u32 of = (u32)(s.k0 + j0 + row), number = of / (u32)keys.group;
+              first = number * keys.scale.stride[2], next_group = row + (i32)((number + 1) * (u32)keys.group - of);
+            }
 #pragma unroll
-          for (int i = 0; i < 8; ++i)
-            if (j < counted) by[i] = keys.scale_of(first, c + i);
+            for (int i = 0; i < 8; ++i) by[i] = keys.scale_of(first, c + i);
+          }
         } else {
+          const float x = keys.number(scale[t]);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) by[i] = keys.number(scale[t]);
+          for (int i = 0; i < 8; ++i) by[i] = x;
         }
-        u32 pairs[4];
-        dequantise_eight<T, F.quant>(words[t], by, pairs, magic);
-        *(uint4 *)at[t] = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+        u32 pairs[4] = {};
+        if (!kByColumn || row < counted) dequantise_eight<T, F.quant>(words[t], by, pairs, magic);
+        *(uint4 *)(target + t * kDown * kColumns) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
       }
     }
   }
-  // Where columns c to c + 7 of key j are written; null if the key is missing.
-  static __device__ __forceinline__ T *place(const Arguments &a, const Operand &to, const Sequence &s, const Rows &rows, i32 j, i32 c) {
-    if constexpr (!F.pages) return to.at<T>(rows.b, rows.head, s.k0 + j, c);
-    const SequencePages pages = a.in.pages.of(rows.b);
-    const u32 n = pages.number(j), entry = (u32)pages.table[n];
-    if (entry >= pages.pages) return nullptr;
-    return to.at<T>(a.table ? rows.b * a.pages_each + n : entry, rows.head, j - n * pages.page, c);
+  // Returns x, but the compiler does not know that it could compute it again.
+  template <class P> static __device__ __forceinline__ P *kept(P *x) {
+    asm volatile("" : "+l"(x));
+    __builtin_assume(__isGlobal(x));
+    return x;
   }
 };
 
