@@ -177,13 +177,46 @@ FIRST = {
     },
     "invariant": {"kind": ("int8", "float32"), "shape": (4, 1, 70, 200, 128, 128), "options": {"invariant": True, "causal": True}},
     "bias": {"kind": ("int8", "float32"), "shape": (4, 1, 70, 200, 64, 64), "bias": True},
-    "mask and dropout": {"kind": ("int8", "float32"), "shape": (4, 1, 70, 200, 64, 64), "mask": True, "options": {"dropout": 0.2, "seed": 3}},
+    "mask and dropout": {
+        "kind": ("int8", "float32"),
+        "shape": (4, 1, 70, 200, 64, 64),
+        "mask": True,
+        "options": {"dropout": 0.2, "seed": 3},
+    },
 }
 
 
 @pytest.mark.parametrize("name", FIRST)
 def test_dequantised_first(name):
     output(CALL, json.dumps({"first": "k and v dequantised first"} | FIRST[name]), LATE="1", SEED="1", SMS="1")
+
+
+LARGE = """
+import torch, strobe
+from device import running_on
+
+torch.manual_seed(0)
+keys, room = 150, 1100000
+q = torch.randn(1, 16, 80, 64).bfloat16()
+data = [torch.randint(-127, 128, (1, 4, keys, 64), dtype=torch.int8) for _ in "kv"]
+scales = [torch.rand(1, 4, keys) / 100 for _ in "kv"]
+k, v = ((x.double() * y.unsqueeze(-1)).float().bfloat16() for x, y in zip(data, scales, strict=True))
+
+def with_room(x):  # its memory is never touched
+    return x.new_empty(1, 4, room, *x.shape[3:]).index_copy_(2, torch.arange(keys), x)
+
+(data_k, data_v), (k_scale, v_scale) = ([with_room(x) for x in both] for both in (data, scales))
+options = {"engine": "cuda-sm90", "seqused_k": torch.tensor([keys], dtype=torch.int32), "tile_q": 192, "tile_k": 80, "causal": True}
+with running_on("cuda-sm90"):
+    stored = {"k_scale": k_scale, "v_scale": v_scale, **options}
+    assert "2 key heads at a time" in strobe.explain(q, data_k, data_v, **stored)
+    assert torch.equal(strobe.attention(q, data_k, data_v, **stored), strobe.attention(q, k, v, **options))
+"""
+
+
+def test_key_heads_one_after_another():
+    """Where dequantised keys take more than a GiB, the workspace holds those of some key heads at a time."""
+    output(LARGE, LATE="1", SEED="1", SMS="1")
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -311,8 +311,9 @@ std::optional<Ways> ways(const Problem &p, const Problem &d, const Sequences &se
 // The launches of a call over quantised keys in these ways. Null if they are not possible, or slower than those of the call in place.
 std::optional<Program> dequantised_first(const Problem &p, const Config &in_place, const Device &device, Scratch &scratch) {
   const Sequences sequences = sequences_of(p);
-  const int64_t parts = std::max<int64_t>(1, div_up(dequantised_bytes(p), kMostDequantised)), heads = div_up(p.heads_kv, parts);
-  if (p.longest_q() < sequences.least || parts > p.heads_kv || (parts > 1 && numbers_heads(p))) return {};
+  const int64_t fit = kMostDequantised / std::max<int64_t>(1, dequantised_bytes(p) / std::max<int64_t>(1, p.heads_kv)); // key heads
+  if (p.longest_q() < sequences.least || fit < 1 || (fit < p.heads_kv && numbers_heads(p))) return {};
+  const int64_t heads = div_up(p.heads_kv, div_up(p.heads_kv, fit));
   const int64_t least = sequences.mixed ? sequences.least : 0;
   Scratch end = scratch;
   std::optional<Program> program;
@@ -332,7 +333,7 @@ std::optional<Program> dequantised_first(const Problem &p, const Config &in_plac
       program->kernel = text("k and v", which, " dequantised first; ", in_words(d, way->many, of_many));
       if (sequences.mixed) program->kernel += text("; the others: ", in_words(part, way->few, of_few));
       program->notes.push_back(text("dequantised k and v take ", div_up(dequantised_bytes(part), 1 << 20), " MiB of the workspace",
-                                    parts > 1 ? text(", ", heads, " key heads at a time") : ""));
+                                    heads < p.heads_kv ? text(", ", heads, " key heads at a time") : ""));
     }
     program->steps.push_back(std::move(launch));
     push_launches(*program, d, way->many, of_many, {.least = least}, device, of_part);
