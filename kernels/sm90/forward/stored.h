@@ -148,14 +148,13 @@ __device__ __forceinline__ void store_column_scales(const Inputs &in, const Oper
   }
 }
 
-STROBE_FN constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
-
-// The warps that dequantise. Each lane makes 16 bytes of stored numbers at a time into 16-bit ones. Eight lanes take eight rows, so that
-// neither their loads nor their stores meet in a bank.
+// The warps that dequantise. Each lane makes 16 bytes of stored numbers, a piece, into 16-bit ones at a time. Eight lanes take eight rows, so
+// that neither their loads nor their stores meet in a bank. A warp takes whole rows, and its lanes the same places of each, so that few
+// addresses are computed for a tile.
 template <Config C> struct Dequantise {
   using T = typename Element<C.dtype>::type;
   static constexpr i32 kStored = C.features.quant;
-  enum : int { kWord = numbers_of_word(kStored), kPiece = 4 * kWord, kGroups = 4 * C.kDequantising };
+  enum : int { kWord = numbers_of_word(kStored), kPiece = 4 * kWord };
   const SharedMemory<C> &shared;
 
   __device__ __forceinline__ void all() const {
@@ -176,11 +175,11 @@ template <Config C> struct Dequantise {
       };
       // One loop for K and V, if it can be: instructions that are fetched again and again come more slowly.
       if (!kByColumn && C.head_dim == C.head_dim_v)
-        convert<C.head_dim, false>(from.index, tile, wait);
+        convert<C.head_dim, false>(from.index, tile, value, wait);
       else if (value)
-        convert<C.head_dim_v, false>(from.index, tile, wait);
+        convert<C.head_dim_v, false>(from.index, tile, value, wait);
       else
-        convert<C.head_dim, kByColumn>(from.index, tile, wait);
+        convert<C.head_dim, kByColumn>(from.index, tile, value, wait);
       release(value ? shared.v_full(to.index) : shared.k_full(to.index), from);
       value ? v.advance() : k.advance();
     }
@@ -196,67 +195,52 @@ private:
     }
   }
 
-  // Which 16 bytes of a tile, a piece, a lane takes in its turn. Pieces repeat after kPeriod turns, kStep rows further down.
-  template <int kColumns> struct Turns {
-    enum : int {
-      kPieces = kColumns / kPiece, // per row
-      kAll = C.tile_k / 8 * kPieces,
-      kCount = (kAll + kGroups - 1) / kGroups,
-      kPeriod = kPieces / greatest_divisor(kPieces, kGroups),
-      kStep = kPeriod * kGroups / kPieces * 8
+  // Makes the tile at `to` from a stage. value: whether it is V's; wait(): waits until the tile may be written.
+  template <int kColumns, bool kByColumn, class Wait>
+  __device__ __forceinline__ void convert(int stage, u32 to, bool value, Wait wait) const {
+    // Eight lanes each take kAcross pieces side by side, kTimes times; the others take further rows.
+    constexpr int kPieces = kColumns / kPiece, kAcross = kPieces > 2 ? 4 : kPieces, kTimes = (kPieces + kAcross - 1) / kAcross;
+    constexpr int kRows = 32 / kAcross, kStep = C.kDequantising * kRows, kTurns = (C.tile_k + kStep - 1) / kStep, kChunks = kPiece / 8;
+    constexpr int kBlock = C.tile_k * kRowBytes;                              // bytes of 64 columns of 16 bits
+    constexpr int kUnrolled = kTurns * kTimes <= 6 ? kTurns : 1 + kTimes % 2; // pieces have one of two places in turn
+    // K's last rows and V's are left to different warps.
+    const int lane = computed_here((i32)threadIdx.x % 32), next = (int)threadIdx.x / 32 - 1 + value, piece = lane / 8 % kAcross;
+    const int row = (next == C.kDequantising ? 0 : next) * kRows + lane / 8 / kAcross * 8 + lane % 8;
+    const auto chunk = [&](int n) { return kBlock * (n / 8) + row * (int)kRowBytes + ((n ^ lane) % 8 << 4); };
+    const u32 from = shared.stored_tile(stage) + chunk(piece), other = from ^ 64; // pieces of even and odd times
+    const u32 scales = shared.scales(stage), columns = scales + 4 * kPiece * piece;
+    u32 at[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) at[c] = to + chunk(kChunks * piece + c);
+    const auto exists = [&](int turn, int time) {
+      return (C.tile_k % kStep == 0 || turn + 1 < kTurns || row + turn * kStep < C.tile_k) &&
+             (kPieces % kAcross == 0 || time + 1 < kTimes || piece + kAcross * time < kPieces);
     };
-    int row, piece;
-    __device__ __forceinline__ Turns(int thread, int turn) {
-      const int n = kGroups * turn + thread / 8;
-      row = n / kPieces * 8 + thread % 8, piece = n % kPieces;
-    }
-    // Where chunk n of 16 bytes of the row lies, in blocks of 128 bytes per row.
-    __device__ __forceinline__ u32 chunk(int n) const { return C.tile_k * kRowBytes * (n / 8) + row * kRowBytes + ((n ^ row) % 8 << 4); }
-  };
-
-  // Makes the tile at `to` from a stage. wait(): waits until the tile may be written.
-  template <int kColumns, bool kByColumn, class Wait> __device__ __forceinline__ void convert(int stage, u32 to, Wait wait) const {
-    using At = Turns<kColumns>;
-    constexpr int kPeriod = At::kPeriod, kChunks = kPiece / 8;
-    constexpr int kUnrolled = kPeriod == 1 ? 2 : kPeriod,
-                  kDown = kUnrolled / kPeriod * At::kStep; // turns at a time; rows from these to the next
-    constexpr bool kAhead = kUnrolled % 2 == 0;            // whether the next turn's numbers are always loaded a turn ahead
-    const u32 scales = shared.scales(stage);
-    const int thread = computed_here((i32)threadIdx.x - 32); // places are not kept from one tile to the next: that would take registers
-    u32 from[kPeriod], row[kPeriod], chunk[kPeriod][kChunks], columns[kPeriod];
-#pragma unroll
-    for (int p = 0; p < kPeriod; ++p) {
-      const At at(thread, p);
-      from[p] = shared.stored_tile(stage) + at.chunk(at.piece), row[p] = scales + 4 * at.row, columns[p] = scales + 4 * kPiece * at.piece;
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) chunk[p][c] = to + at.chunk(kChunks * at.piece + c);
-    }
-    const int count = At::kCount - (At::kAll % kGroups != 0 && thread / 8 >= At::kAll % kGroups); // the lane's turns
-    u32 words[2][4] = {}, scale[2] = {}; // a lane without a turn computes on these, or on those of the turn before the last
-    // Loads what turn `turn` needs, the n-th of those that are unrolled.
-    const auto load = [&](int turn, int n) {
-      const int p = n % kPeriod, rows = n / kPeriod * At::kStep;
-      if (turn < count) {
-        load_shared(words[n % 2], from[p] + rows * kRowBytes);
-        scale[n % 2] = load_shared(row[p] + 4 * rows);
-      }
+    u32 words[2][4] = {}, scale[2] = {};
+    const auto load = [&](int turn, int time, int n) {
+      if (!exists(turn, time)) return;
+      load_shared(words[n % 2], (time % 2 ? other : from) + kBlock * (time / 2) + turn * kStep * (int)kRowBytes);
+      scale[n % 2] = load_shared(scales + 4 * (row + turn * kStep));
     };
     const Magic<kStored> magic;
-    if constexpr (kAhead) load(0, 0);
+    load(0, 0, 0);
     wait();
-#pragma unroll 1
-    for (int turn = 0; turn < At::kCount; turn += kUnrolled) {
-      if constexpr (!kAhead) load(turn, 0);
+#pragma unroll kUnrolled
+    for (int turn = 0; turn < kTurns; ++turn) {
 #pragma unroll
-      for (int n = 0; n < kUnrolled; ++n) {
-        if (kAhead || n + 1 < kUnrolled) load(turn + n + 1, n + 1);
-        const int p = n % kPeriod, rows = n / kPeriod * At::kStep;
+      for (int time = 0; time < kTimes; ++time) {
+        const int n = turn * kTimes + time;
+        if (time + 1 < kTimes)
+          load(turn, time + 1, n + 1);
+        else if (turn + 1 < kTurns)
+          load(turn + 1, 0, n + 1);
+        if (!exists(turn, time)) continue;
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           float by[8];
           if constexpr (kByColumn) {
             float four[2][4];
-            const u32 first = columns[p] + scale[n % 2] + 32 * c;
+            const u32 first = columns + 4 * kPiece * kAcross * time + scale[n % 2] + 32 * c;
             load_shared<0>(four[0], first), load_shared<16>(four[1], first);
 #pragma unroll
             for (int i = 0; i < 8; ++i) by[i] = four[i / 4][i % 4];
@@ -268,14 +252,8 @@ private:
 #pragma unroll
           for (int i = 0; i < 8 / kWord; ++i) some[i] = words[n % 2][8 / kWord * c + i];
           dequantise_eight<T, kStored>(some, by, pairs, magic);
-          if (turn + n < count) store_shared(chunk[p][c] + rows * kRowBytes, pairs);
+          store_shared(at[c] + kBlock * (kAcross * kChunks / 8 * time) + turn * kStep * (int)kRowBytes, pairs);
         }
-      }
-#pragma unroll
-      for (int p = 0; p < kPeriod; ++p) {
-        from[p] += kDown * kRowBytes, row[p] += 4 * kDown;
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) chunk[p][c] += kDown * kRowBytes;
       }
     }
   }
