@@ -124,11 +124,11 @@ __device__ __forceinline__ void store_column_scales(const Inputs &in, const Oper
   const int lane = tile::lane_id();
   i32 groups;
   if constexpr (C.features.pages) {
-    groups = (rows.count + PagedRows::kCount - 1) / PagedRows::kCount;
+    groups = max((rows.count + PagedRows::kCount - 1) / PagedRows::kCount, 1);
     for (i32 j = lane; j < C.tile_k; j += 32) store_shared(to + 4 * j, kFirst + kBytes * (j < rows.count ? j / PagedRows::kCount : 0));
   } else {
     const i32 row = k0 + rows.begin, first = (i32)((u32)row / (u32)group);
-    groups = rows.count > 0 ? (i32)((u32)(row + rows.count - 1) / (u32)group) - first + 1 : 0;
+    groups = rows.count > 0 ? (i32)((u32)(row + rows.count - 1) / (u32)group) - first + 1 : 1;
     for (i32 j = lane; j < C.tile_k; j += 32)
       store_shared(to + 4 * j, kFirst + kBytes * (j < rows.count ? (u32)(row + j) / (u32)group - first : 0));
     head += b * x.stride[0] + (i64)first * x.stride[2];
@@ -136,10 +136,10 @@ __device__ __forceinline__ void store_column_scales(const Inputs &in, const Oper
 #pragma unroll 1
   for (i32 n = 0; n < groups; ++n) {
     i64 at = head + lane * x.stride[3];
-    bool exists = true;
+    bool exists = rows.count > 0; // a tile without rows, too, has scales that are read: zeros
     if constexpr (C.features.pages) {
       const i64 row = rows.scale(in, x, k0, b, PagedRows::kCount * n, group);
-      exists = row >= 0, at += row;
+      exists = exists && row >= 0, at += row;
     }
 #pragma unroll 2
     for (int c = lane; c < C.head_dim; c += 32, at += 32 * x.stride[3])
