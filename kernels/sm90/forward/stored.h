@@ -148,8 +148,8 @@ __device__ __forceinline__ void store_column_scales(const Inputs &in, const Oper
   }
 }
 
-// The warps that dequantise. Each lane makes 16 bytes of stored numbers, a piece, into 16-bit ones at a time. Eight lanes take eight rows, so
-// that neither their loads nor their stores meet in a bank. A warp takes whole rows, and its lanes the same places of each, so that few
+// The warps that dequantise. Each lane makes 16 bytes of stored numbers, a piece, into 16-bit ones at a time. Eight lanes take eight rows,
+// so that neither their loads nor their stores meet in a bank. A warp takes whole rows, and its lanes the same places of each, so that few
 // addresses are computed for a tile.
 template <Config C> struct Dequantise {
   using T = typename Element<C.dtype>::type;
