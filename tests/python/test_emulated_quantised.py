@@ -191,6 +191,26 @@ def test_dequantised_first(name):
     output(CALL, json.dumps({"first": "k and v dequantised first"} | FIRST[name]), LATE="1", SEED="1", SMS="1")
 
 
+INVARIANT = """
+import torch, strobe
+from device import running_on
+
+torch.manual_seed(0)
+q, k, v = torch.randn(1, 4, 70, 64).bfloat16(), torch.randn(1, 1, 200, 64), torch.randn(1, 1, 200, 64)
+(k, k_scale), (v, v_scale) = (strobe.kv.quantise(x, torch.int8) for x in (k, v))
+options = {"engine": "cuda-sm90", "causal": True, "invariant": True, "k_scale": k_scale, "v_scale": v_scale}
+with running_on("cuda-sm90"):
+    assert "dequantised first" in strobe.explain(q, k, v, **options)
+    few = q[:, :, -9:]
+    assert "dequantised first" not in strobe.explain(few, k, v, **options)
+    assert torch.equal(strobe.attention(q, k, v, **options)[:, :, -9:], strobe.attention(few, k, v, **options))
+"""
+
+
+def test_an_invariant_query_has_its_bits_both_ways():
+    output(INVARIANT, LATE="1", SEED="1", SMS="1")
+
+
 LARGE = """
 import torch, strobe
 from device import running_on
