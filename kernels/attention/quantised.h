@@ -32,4 +32,16 @@ template <class Arguments> struct ArgumentsOf<Arguments, true> {
   using type = QuantisedArguments<Arguments>;
 };
 
+// The arguments of the pass that dequantises K and V, with their scales as in QuantisedArguments.
+struct DequantiseArguments {
+  Inputs in;
+  Operand to_k, to_v; // contiguous columns of q's dtype, with the rows of k and v; in pages: of the same pages, unless there is a table
+  // Pages: null, or (batch, pages_each), a table of the sequences' own pages, which the pass fills. Sequence b's page n is the page
+  // b * pages_each + n of to_k and to_v, and -1 if it is missing.
+  i32 *table;
+  i32 pages_each;
+  i32 least_queries; // sequences with fewer queries are left out
+  i32 tiles;         // tiles of keys per sequence, unless keys are packed
+};
+
 } // namespace strobe::inline STROBE_ISA

@@ -38,6 +38,17 @@ struct WordsConfig {
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 
+// Where the caller's scales are, and how keys are stored, features says.
+struct DequantiseConfig {
+  i32 dtype; // dtype of q
+  i32 head_dim, head_dim_v;
+  Features features;                                    // quant, by_column, pages and seqused; nothing else
+  STROBE_FN static constexpr i32 rows() { return 128; } // per thread block
+  // How many rows before and after the visible keys a tile of the attention may have.
+  STROBE_FN static constexpr i32 beside() { return 128; }
+  STROBE_FN static constexpr i32 threads() { return 256; }
+};
+
 struct ListsConfig {
   i32 unused;
   STROBE_FN static constexpr i32 threads() { return 256; }

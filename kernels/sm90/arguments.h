@@ -26,6 +26,8 @@ struct HopperForwardArguments : ForwardArguments {
   MappedOperand tma_bias; // used if the copy engine loads the bias
   i32 bias_rows_step;     // 0: the bias is broadcast over queries, and one row is loaded
   u32 bias_bytes;         // per tile
+  // Packed sequences with fewer or more queries are left to another launch.
+  i32 least_queries, most_queries;
   // Invariant: global memory where each thread block keeps O and LSE of the chunks of keys that it has walked over.
   float *walked;
 };

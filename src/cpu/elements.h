@@ -52,29 +52,18 @@ struct Int8Elements {
     return Vec<float>(__builtin_convertvector((words << (24 - 8 * n)) >> 24, Vec<float>::Raw));
   }
 };
-struct E4M3Elements {
+// FP8: E4M3 or E5M2, whose exponents have four and five bits. The largest exponent, in E4M3 with the largest fraction, is not finite.
+template <class E> struct Fp8Elements {
   using Real = float;
-  using Stored = E4M3;
+  using Stored = E;
   using Word = int32_t;
   static constexpr int kPerWord = 4;
+  static constexpr bool kFive = std::is_same_v<E, E5M2>;
   template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // converts like widen()
     using V = Vec<float>;
-    const WordsOf<float> high = words << (24 - 8 * n), magnitude = (high & 0x7F000000) >> 4;
-    const WordsOf<float> number = (WordsOf<float>)(V((V::Raw)magnitude) * V(0x1p120f)).v;
-    const WordsOf<float> r = magnitude == 0x07F00000 ? WordsOf<float>{} + 0x7FC00000 : number;
-    return V((V::Raw)(r | (high & int32_t(0x80000000))));
-  }
-};
-struct E5M2Elements {
-  using Real = float;
-  using Stored = E5M2;
-  using Word = int32_t;
-  static constexpr int kPerWord = 4;
-  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // converts like widen()
-    using V = Vec<float>;
-    const WordsOf<float> high = words << (24 - 8 * n), magnitude = (high & 0x7F000000) >> 3;
-    const WordsOf<float> number = (WordsOf<float>)(V((V::Raw)magnitude) * V(0x1p112f)).v;
-    const WordsOf<float> r = magnitude >= 0x0F800000 ? magnitude | 0x7F800000 : number;
+    const WordsOf<float> high = words << (24 - 8 * n), magnitude = (high & 0x7F000000) >> (kFive ? 3 : 4);
+    const WordsOf<float> number = (WordsOf<float>)(V((V::Raw)magnitude) * V(kFive ? 0x1p112f : 0x1p120f)).v;
+    const WordsOf<float> r = magnitude >= (kFive ? 0x0F800000 : 0x07F00000) ? magnitude | 0x7F800000 : number;
     return V((V::Raw)(r | (high & int32_t(0x80000000))));
   }
 };
@@ -97,8 +86,8 @@ struct Int4Elements { // two per byte
 template <class T, bool kQuantised, bool kBFloat16, class F> STROBE_INLINE void with_elements(DType dtype, F &&f) {
   if constexpr (kQuantised) {
     if (dtype == DType::i8) return f(Int8Elements{});
-    if (dtype == DType::e4m3) return f(E4M3Elements{});
-    if (dtype == DType::e5m2) return f(E5M2Elements{});
+    if (dtype == DType::e4m3) return f(Fp8Elements<E4M3>{});
+    if (dtype == DType::e5m2) return f(Fp8Elements<E5M2>{});
     if (dtype == DType::i4x2) return f(Int4Elements{});
   }
   if constexpr (kBFloat16)

@@ -17,6 +17,7 @@ strobe_sources(program
   program/ahead.cpp
   program/arguments.cpp
   program/captured.cpp
+  program/dequantise.cpp
   program/engine.cpp
   program/lists.cpp
   program/queries.cpp

@@ -192,3 +192,96 @@ def test_the_same_bits_every_time(inputs):
     there = on_device(inputs, "cuda")
     runs = [strobe.attention(there.q, there.k, there.v, engine="cuda-sm90", **there.options) for _ in range(200)]
     assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+FIRST = "k and v dequantised first"
+
+
+def quantised_keys(shape: tuple[int, ...], stored: torch.dtype) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
+    """K and V as stored, the options with their scales, and K and V in bfloat16: the stored numbers times the scales, rounded once."""
+    given, rounded = [], []
+    for _ in "kv":
+        data, scale = strobe.kv.quantise(torch.randn(shape, device="cuda"), stored)
+        low, high = ((data.view(torch.int8) << shift) >> 4 for shift in (4, 0)) if stored == torch.uint8 else (data, None)
+        numbers = low if high is None else torch.stack((low, high), -1).flatten(-2)
+        given.append((data, scale))
+        rounded.append((numbers.float() * scale.unsqueeze(-1)).bfloat16())
+    return [x for x, _ in given], {"k_scale": given[0][1], "v_scale": given[1][1]}, rounded
+
+
+def same_bits(q: torch.Tensor, stored: torch.dtype, shape: tuple[int, ...], first: str, **options: Any) -> None:
+    """Checks that the call dequantises first, with the bits of the call over dequantised keys, and keeps no memory."""
+    data, scales, rounded = quantised_keys(shape, stored)
+    options |= {"engine": "cuda-sm90", "return_lse": True}
+    assert first in strobe.explain(q, *data, **scales, **{name: x for name, x in options.items() if name != "return_lse"})
+    before = torch.cuda.memory_allocated()
+    found = strobe.attention(q, *data, **scales, **options)
+    kept = torch.cuda.memory_allocated() - before
+    assert kept <= sum(x.numel() * x.element_size() for x in found) + 4096
+    for x, y in zip(found, strobe.attention(q, *rounded, **options), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_quantised_keys_of_many_queries(d, stored):
+    torch.manual_seed(0)
+    q = torch.randn(2, 16, 1024, d, device="cuda", dtype=BF16)
+    same_bits(q, stored, (2, 4, 4096, d), FIRST, causal=True)
+    same_bits(q, stored, (2, 4, 4096, d), FIRST, window=(1500, 0), seqused_k=torch.tensor([4001, 1700], dtype=torch.int32, device="cuda"))
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_invariant_queries_over_quantised_keys(d, stored):
+    """A query has the same bits among many, whose keys are dequantised first, as among few, in whose loads they are dequantised."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 16, 1024, d, device="cuda", dtype=BF16)
+    data, scales, _ = quantised_keys((2, 4, 4096, d), stored)
+    options = {"engine": "cuda-sm90", "causal": True, "invariant": True, **scales}
+    assert FIRST in strobe.explain(q, *data, **options)
+    assert FIRST not in strobe.explain(q[:, :, -8:], *data, **options)
+    assert torch.equal(strobe.attention(q, *data, **options)[:, :, -8:], strobe.attention(q[:, :, -8:], *data, **options))
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("pages", [128, 1000])
+def test_quantised_pages_of_many_queries(pages, stored):
+    """1,000 pages are more than the table has: each sequence then has pages of its own in the workspace."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 32, 1024, 128, device="cuda", dtype=BF16)
+    table = torch.randperm(pages, device="cuda", dtype=torch.int32)[:128].view(2, 64).contiguous()
+    table[0, 3] = pages  # missing
+    used = torch.tensor([4096, 3001], dtype=torch.int32, device="cuda")
+    same_bits(q, stored, (pages, 8, 64, 128), FIRST, causal=True, page_table=table, seqused_k=used)
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_quantised_pages_of_one_query_beside_many(invariant, stored):
+    """At d 128 both calls have the same tiles with `invariant`, too."""
+    torch.manual_seed(0)
+    each = (1, 2048, 1, 7, 64, 63, 0, 1500)
+    q = torch.randn(sum(each), 32, 128, device="cuda", dtype=BF16)
+    table = torch.randperm(8 * 64, device="cuda", dtype=torch.int32).view(8, 64)
+    more: dict[str, Any] = {"invariant": True} if invariant else {"tile_q": 192, "tile_k": 80}
+    first = "k and v of sequences with at least 64 queries dequantised first"
+    starts = lengths(*each).cuda()
+    same_bits(q, stored, (512, 8, 64, 128), first, causal=True, page_table=table, cu_seqlens_q=starts, max_seqlen_q=2048, **more)
+
+
+def test_quantised_keys_of_many_queries_in_a_graph():
+    torch.manual_seed(0)
+    q = torch.randn(2, 32, 1024, 128, device="cuda", dtype=BF16)
+    data, scales, _ = quantised_keys((2, 8, 4096, 128), torch.int8)
+    used = torch.tensor([4096, 4096], dtype=torch.int32, device="cuda")
+    options = {"engine": "cuda-sm90", "causal": True, "seqused_k": used, **scales}
+    strobe.attention(q, *data, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = strobe.attention(q, *data, **options)
+    for each in ([4096, 1025], [1024, 4000]):
+        used.copy_(torch.tensor(each, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, strobe.attention(q, *data, **options))

@@ -64,7 +64,8 @@ template <Config C> struct Assign {
     if (in.cu_seqlens_q) {
       const PackedTile of = packed_tile(in.cu_seqlens_q, in.total_q, in.batch, queries, number);
       item.b = of.b, item.q = of.begin;
-      if (of.begin < 0 || of.begin >= in.held<C.features>(of.b).seqlen_q) item.how = kNone;
+      const i64 count = in.held<C.features>(of.b).seqlen_q;
+      if (of.begin < 0 || of.begin >= count || count < a.least_queries || count > a.most_queries) item.how = kNone;
     }
     return item;
   }

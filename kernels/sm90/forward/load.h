@@ -124,7 +124,7 @@ template <Config C> struct Load {
     if constexpr (C.features.part) next.shift = more ? next.shift : 0;
     i32 before = -1; // the first row of the tile whose V is loaded next
     if constexpr (C.eight_bits) return load_eight_bits(item.b, tiles, next, more, k0, kv);
-    if constexpr (kStored) return load_stored(item.b, tiles, next, more, k0, kv);
+    if constexpr (kStored) return walk_stored(item.b, tiles, next, more, k0, kv);
 #pragma unroll 1
     do {
       const KeyTile tile = next;
@@ -157,7 +157,7 @@ template <Config C> struct Load {
 
   // Quantised K and V: loads K of a tile, then V of the one before it; and Q after the first K, since K comes earlier by being dequantised.
   template <class Tiles, class KeyTile>
-  __device__ __forceinline__ void load_stored(i32 b, Tiles &tiles, KeyTile next, bool more, i32 k0, i32 kv) {
+  __device__ __forceinline__ void walk_stored(i32 b, Tiles &tiles, KeyTile next, bool more, i32 k0, i32 kv) {
     StoredRows<C> before(in, b, 0, 0), rows(in, b, next.begin, next.end);
     bool first = true, tiles_left = true;
 #pragma unroll 1
@@ -176,29 +176,29 @@ template <Config C> struct Load {
         if constexpr (C.features.blocks == kFullKnown) masked |= tile.open ? Tile::kOpen : 0;
         i32 last = !more;
         if constexpr (C.invariant) last = !more ? Tile::kLast : end_of_run(tiles, run, next.begin);
-        load_stored<false>(rows, b, lacking | masked, last, k0, kv);
+        load_stored_tile<false>(rows, b, lacking | masked, last, k0, kv);
       }
       if (first) {
-        complete();
+        store_pending_scales();
         LoadQ<C>{a, shared}.load(read<Item>(shared.item()), items);
       } else {
-        load_stored<true>(before, b, 0, kStoredValue, k0, kv);
+        load_stored_tile<true>(before, b, 0, kStoredValue, k0, kv);
       }
       if (!exists) break;
       before = rows, rows = ahead;
     }
-    complete(); // what follows may wait for this tile
+    store_pending_scales(); // what follows may wait for this tile
   }
   // Loads what is stored of a tile, K or V, with its scales.
   template <bool kValue>
-  __device__ __forceinline__ void load_stored(const StoredRows<C> &rows, i32 b, i32 masked, i32 last, i32 k0, i32 kv) {
+  __device__ __forceinline__ void load_stored_tile(const StoredRows<C> &rows, i32 b, i32 masked, i32 last, i32 k0, i32 kv) {
     constexpr int kColumns = C.stored_columns(kValue ? C.head_dim_v : C.head_dim);
     const u32 full = shared.stored_full(to.index);
     const KeyScales &all = scales_of<C>(a);
     const Operand &of = kValue ? all.v : all.k;
     const bool half = kValue ? all.half_v : all.half_k;
     if (!__all_sync(0xFFFFFFFFu, mbarrier_test(shared.stored_empty(to.index), to.parity ^ 1))) {
-      complete();
+      store_pending_scales();
       mbarrier_wait(shared.stored_empty(to.index), to.parity ^ 1);
       __syncwarp();
     }
@@ -209,7 +209,7 @@ template <Config C> struct Load {
     __syncwarp();
     rows.template load<kColumns>(kValue ? a.tma_v : a.tma_k, full, shared.stored_tile(to.index), k0, kv, b);
     if constexpr (!kValue && C.features.by_column) {
-      complete();
+      store_pending_scales();
       store_column_scales<C>(in, of, half, kv * of.stride[1], all.group, rows, k0, b, shared.scales(to.index));
       __syncwarp();
       if (elected()) mbarrier_arrive(full);
@@ -217,13 +217,13 @@ template <Config C> struct Load {
     } else {
       RowScales<C> next;
       next.load(in, of, half, kv * of.stride[1], rows, k0, b);
-      complete();
+      store_pending_scales();
       scales = next, pending = true;
     }
     to.advance();
   }
   // Stores the scales of a stage that is pending.
-  __device__ __forceinline__ void complete() {
+  __device__ __forceinline__ void store_pending_scales() {
     if (!pending) return;
     const int stage = (to.index == 0 ? C.stored_stages : to.index) - 1;
     scales.store(shared.scales(stage));

@@ -31,7 +31,7 @@ struct PagedRows {
   }
   // Makes load() read zeros for rows whose page does not exist, and returns which lanes have such rows.
   __device__ __forceinline__ u32 settle(const Inputs &in) {
-    const bool lacks = entry >= in.pages.count;
+    const bool lacks = entry >= in.pages.count && row < (i32)in.pages.size.by;
     if (lacks) row = (i32)in.pages.size.by;
     return __ballot_sync(0xFFFFFFFFu, lacks);
   }

@@ -2,7 +2,7 @@
 // the tile that wgmma reads: x * scale in FP32, rounded once to q's dtype. So all else computes what it would over a dequantised cache, bit
 // by bit.
 #pragma once
-#include "../../ptx/mma.h"
+#include "../../device/stored_numbers.h"
 #include "rows.h"
 #include "source.h"
 
@@ -124,11 +124,11 @@ __device__ __forceinline__ void store_column_scales(const Inputs &in, const Oper
   const int lane = tile::lane_id();
   i32 groups;
   if constexpr (C.features.pages) {
-    groups = (rows.count + PagedRows::kCount - 1) / PagedRows::kCount;
+    groups = max((rows.count + PagedRows::kCount - 1) / PagedRows::kCount, 1);
     for (i32 j = lane; j < C.tile_k; j += 32) store_shared(to + 4 * j, kFirst + kBytes * (j < rows.count ? j / PagedRows::kCount : 0));
   } else {
     const i32 row = k0 + rows.begin, first = (i32)((u32)row / (u32)group);
-    groups = rows.count > 0 ? (i32)((u32)(row + rows.count - 1) / (u32)group) - first + 1 : 0;
+    groups = rows.count > 0 ? (i32)((u32)(row + rows.count - 1) / (u32)group) - first + 1 : 1;
     for (i32 j = lane; j < C.tile_k; j += 32)
       store_shared(to + 4 * j, kFirst + kBytes * (j < rows.count ? (u32)(row + j) / (u32)group - first : 0));
     head += b * x.stride[0] + (i64)first * x.stride[2];
@@ -136,10 +136,10 @@ __device__ __forceinline__ void store_column_scales(const Inputs &in, const Oper
 #pragma unroll 1
   for (i32 n = 0; n < groups; ++n) {
     i64 at = head + lane * x.stride[3];
-    bool exists = true;
+    bool exists = rows.count > 0; // a tile without rows, too, has scales that are read: zeros
     if constexpr (C.features.pages) {
       const i64 row = rows.scale(in, x, k0, b, PagedRows::kCount * n, group);
-      exists = row >= 0, at += row;
+      exists = exists && row >= 0, at += row;
     }
 #pragma unroll 2
     for (int c = lane; c < C.head_dim; c += 32, at += 32 * x.stride[3])
@@ -148,47 +148,13 @@ __device__ __forceinline__ void store_column_scales(const Inputs &in, const Oper
   }
 }
 
-STROBE_FN constexpr int numbers_of_word(i32 stored) { return stored == kInt4 ? 8 : 4; }
-// Constants that the compiler does not know. If it knew them, it would load each into a register again for each use.
-template <i32 kStored> struct Magic {};
-template <> struct Magic<kInt4> {
-  u32 at[5]; // 2^(23 - n) + 8, where a number's four bits lie from bit n = 4 i of the fraction on
-  __device__ __forceinline__ Magic() {
-#pragma unroll
-    for (int i = 0; i < 5; ++i) at[i] = computed_here((i32)((u32)(150 - 4 * i) << 23 | 8u << 4 * i));
-  }
-};
-// The numbers that a word stores, by column.
-template <i32 kStored>
-__device__ __forceinline__ void stored_numbers(u32 word, float (&x)[numbers_of_word(kStored)], const Magic<kStored> &magic) {
-  if constexpr (kStored == kInt8) { // 2^23 + 128 + x
-    const u32 y = word ^ 0x80808080u;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(__byte_perm(y, 0x4B000000u, 0x7650u + i)) - 8388736.0f;
-  } else if constexpr (kStored == kInt4) { // 2^(23 - n) + 8 + x
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int n = i < 5 ? i : i - 3;
-      x[i] = __uint_as_float(and_xor(i < 5 ? word : word >> 12, 15u << 4 * n, magic.at[n])) - (float)((1 << (23 - 4 * n)) + 8);
-    }
-  } else if constexpr (kStored == kE5M2) { // the upper byte of an FP16 number
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = to_float(f16{(unsigned short)((i % 2 ? word : word << 8) >> 16 * (i / 2) & 0xFF00u)});
-  } else {
-    u32 pairs[2];
-    pairs_of_e4m3(word, pairs[0], pairs[1]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = to_float(f16{(unsigned short)(pairs[i / 2] >> 16 * (i % 2))});
-  }
-}
-STROBE_FN constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
-
-// The warps that dequantise. Each lane makes 16 bytes of stored numbers at a time into 16-bit ones. Eight lanes take eight rows, so that
-// neither their loads nor their stores meet in a bank.
+// The warps that dequantise. Each lane makes 16 bytes of stored numbers, a piece, into 16-bit ones at a time. Eight lanes take eight rows,
+// so that neither their loads nor their stores meet in a bank. A warp takes whole rows, and its lanes the same places of each, so that few
+// addresses are computed for a tile.
 template <Config C> struct Dequantise {
   using T = typename Element<C.dtype>::type;
   static constexpr i32 kStored = C.features.quant;
-  enum : int { kWord = numbers_of_word(kStored), kPiece = 4 * kWord, kGroups = 4 * C.kDequantising };
+  enum : int { kWord = numbers_of_word(kStored), kPiece = 4 * kWord };
   const SharedMemory<C> &shared;
 
   __device__ __forceinline__ void all() const {
@@ -209,11 +175,11 @@ template <Config C> struct Dequantise {
       };
       // One loop for K and V, if it can be: instructions that are fetched again and again come more slowly.
       if (!kByColumn && C.head_dim == C.head_dim_v)
-        convert<C.head_dim, false>(from.index, tile, wait);
+        convert<C.head_dim, false>(from.index, tile, value, wait);
       else if (value)
-        convert<C.head_dim_v, false>(from.index, tile, wait);
+        convert<C.head_dim_v, false>(from.index, tile, value, wait);
       else
-        convert<C.head_dim, kByColumn>(from.index, tile, wait);
+        convert<C.head_dim, kByColumn>(from.index, tile, value, wait);
       release(value ? shared.v_full(to.index) : shared.k_full(to.index), from);
       value ? v.advance() : k.advance();
     }
@@ -229,75 +195,52 @@ private:
     }
   }
 
-  // Which 16 bytes of a tile, a piece, a lane takes in its turn. Pieces repeat after kPeriod turns, kStep rows further down.
-  template <int kColumns> struct Turns {
-    enum : int {
-      kPieces = kColumns / kPiece, // per row
-      kAll = C.tile_k / 8 * kPieces,
-      kCount = (kAll + kGroups - 1) / kGroups,
-      kPeriod = kPieces / greatest_divisor(kPieces, kGroups),
-      kStep = kPeriod * kGroups / kPieces * 8
+  // Makes the tile at `to` from a stage. value: whether it is V's; wait(): waits until the tile may be written.
+  template <int kColumns, bool kByColumn, class Wait>
+  __device__ __forceinline__ void convert(int stage, u32 to, bool value, Wait wait) const {
+    // Eight lanes each take kAcross pieces side by side, kTimes times; the others take further rows.
+    constexpr int kPieces = kColumns / kPiece, kAcross = kPieces > 2 ? 4 : kPieces, kTimes = (kPieces + kAcross - 1) / kAcross;
+    constexpr int kRows = 32 / kAcross, kStep = C.kDequantising * kRows, kTurns = (C.tile_k + kStep - 1) / kStep, kChunks = kPiece / 8;
+    constexpr int kBlock = C.tile_k * kRowBytes;                              // bytes of 64 columns of 16 bits
+    constexpr int kUnrolled = kTurns * kTimes <= 6 ? kTurns : 1 + kTimes % 2; // pieces have one of two places in turn
+    // K's last rows and V's are left to different warps.
+    const int lane = computed_here((i32)threadIdx.x % 32), next = (int)threadIdx.x / 32 - 1 + value, piece = lane / 8 % kAcross;
+    const int row = (next == C.kDequantising ? 0 : next) * kRows + lane / 8 / kAcross * 8 + lane % 8;
+    const auto chunk = [&](int n) { return kBlock * (n / 8) + row * (int)kRowBytes + ((n ^ lane) % 8 << 4); };
+    const u32 from = shared.stored_tile(stage) + chunk(piece), other = from ^ 64; // pieces of even and odd times
+    const u32 scales = shared.scales(stage), columns = scales + 4 * kPiece * piece;
+    u32 at[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) at[c] = to + chunk(kChunks * piece + c);
+    const auto exists = [&](int turn, int time) {
+      return (C.tile_k % kStep == 0 || turn + 1 < kTurns || row + turn * kStep < C.tile_k) &&
+             (kPieces % kAcross == 0 || time + 1 < kTimes || piece + kAcross * time < kPieces);
     };
-    int row, piece;
-    __device__ __forceinline__ Turns(int thread, int turn) {
-      const int n = kGroups * turn + thread / 8;
-      row = n / kPieces * 8 + thread % 8, piece = n % kPieces;
-    }
-    // Where chunk n of 16 bytes of the row lies, in blocks of 128 bytes per row.
-    __device__ __forceinline__ u32 chunk(int n) const { return C.tile_k * kRowBytes * (n / 8) + row * kRowBytes + ((n ^ row) % 8 << 4); }
-  };
-
-  // Makes the tile at `to` from a stage. wait(): waits until the tile may be written.
-  template <int kColumns, bool kByColumn, class Wait> __device__ __forceinline__ void convert(int stage, u32 to, Wait wait) const {
-    using At = Turns<kColumns>;
-    constexpr int kPeriod = At::kPeriod, kChunks = kPiece / 8;
-    constexpr int kUnrolled = kPeriod == 1 ? 2 : kPeriod,
-                  kDown = kUnrolled / kPeriod * At::kStep; // turns at a time; rows from these to the next
-    constexpr bool kAhead = kUnrolled % 2 == 0;            // whether the next turn's numbers are always loaded a turn ahead
-    const u32 scales = shared.scales(stage);
-    const int thread = computed_here((i32)threadIdx.x - 32); // places are not kept from one tile to the next: that would take registers
-    u32 from[kPeriod], row[kPeriod], chunk[kPeriod][kChunks], columns[kPeriod];
-#pragma unroll
-    for (int p = 0; p < kPeriod; ++p) {
-      const At at(thread, p);
-      from[p] = shared.stored_tile(stage) + at.chunk(at.piece), row[p] = scales + 4 * at.row, columns[p] = scales + 4 * kPiece * at.piece;
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) chunk[p][c] = to + at.chunk(kChunks * at.piece + c);
-    }
-    const int count = At::kCount - (At::kAll % kGroups != 0 && thread / 8 >= At::kAll % kGroups); // the lane's turns
-    u32 words[2][4] = {}, scale[2] = {}; // a lane without a turn computes on these, or on those of the turn before the last
-    // Loads what turn `turn` needs, the n-th of those that are unrolled.
-    const auto load = [&](int turn, int n) {
-      const int p = n % kPeriod, rows = n / kPeriod * At::kStep;
-      if (turn < count) {
-        load_shared(words[n % 2], from[p] + rows * kRowBytes);
-        scale[n % 2] = load_shared(row[p] + 4 * rows);
-      }
+    u32 words[2][4] = {}, scale[2] = {};
+    const auto load = [&](int turn, int time, int n) {
+      if (!exists(turn, time)) return;
+      load_shared(words[n % 2], (time % 2 ? other : from) + kBlock * (time / 2) + turn * kStep * (int)kRowBytes);
+      scale[n % 2] = load_shared(scales + 4 * (row + turn * kStep));
     };
     const Magic<kStored> magic;
-    if constexpr (kAhead) load(0, 0);
+    load(0, 0, 0);
     wait();
-#pragma unroll 1
-    for (int turn = 0; turn < At::kCount; turn += kUnrolled) {
-      if constexpr (!kAhead) load(turn, 0);
+#pragma unroll kUnrolled
+    for (int turn = 0; turn < kTurns; ++turn) {
 #pragma unroll
-      for (int n = 0; n < kUnrolled; ++n) {
-        if (kAhead || n + 1 < kUnrolled) load(turn + n + 1, n + 1);
-        const int p = n % kPeriod, rows = n / kPeriod * At::kStep;
+      for (int time = 0; time < kTimes; ++time) {
+        const int n = turn * kTimes + time;
+        if (time + 1 < kTimes)
+          load(turn, time + 1, n + 1);
+        else if (turn + 1 < kTurns)
+          load(turn + 1, 0, n + 1);
+        if (!exists(turn, time)) continue;
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
-          float x[8], by[8];
-          if constexpr (kWord == 8) {
-            stored_numbers<kStored>(words[n % 2][c], x, magic);
-          } else {
-            float half[2][4];
-            stored_numbers<kStored>(words[n % 2][2 * c], half[0], magic), stored_numbers<kStored>(words[n % 2][2 * c + 1], half[1], magic);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = half[i / 4][i % 4];
-          }
+          float by[8];
           if constexpr (kByColumn) {
             float four[2][4];
-            const u32 first = columns[p] + scale[n % 2] + 32 * c;
+            const u32 first = columns + 4 * kPiece * kAcross * time + scale[n % 2] + 32 * c;
             load_shared<0>(four[0], first), load_shared<16>(four[1], first);
 #pragma unroll
             for (int i = 0; i < 8; ++i) by[i] = four[i / 4][i % 4];
@@ -305,18 +248,12 @@ private:
 #pragma unroll
             for (int i = 0; i < 8; ++i) by[i] = __uint_as_float(scale[n % 2]);
           }
-          u32 pairs[4];
+          u32 some[8 / kWord], pairs[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            pairs[i] = pack<T>(rounded_product(x[2 * i], by[2 * i]), rounded_product(x[2 * i + 1], by[2 * i + 1]));
-          if (turn + n < count) store_shared(chunk[p][c] + rows * kRowBytes, pairs);
+          for (int i = 0; i < 8 / kWord; ++i) some[i] = words[n % 2][8 / kWord * c + i];
+          dequantise_eight<T, kStored>(some, by, pairs, magic);
+          store_shared(at[c] + kBlock * (kAcross * kChunks / 8 * time) + turn * kStep * (int)kRowBytes, pairs);
         }
-      }
-#pragma unroll
-      for (int p = 0; p < kPeriod; ++p) {
-        from[p] += kDown * kRowBytes, row[p] += 4 * kDown;
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) chunk[p][c] += kDown * kRowBytes;
       }
     }
   }

@@ -14,6 +14,7 @@
 #include "cuda/families/sm90_steps.h"
 #include "cuda/families/sm90_tiles.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/dequantise.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
@@ -125,9 +126,8 @@ struct Work {
   int64_t items = 0;  // tiles times splits, counted as if the last bundle were full
 };
 
-// Also sets the members of the Config that depend on the amount of work.
-Work share_out(Config &c, const Problem &p, const Device &device) {
-  const HeadsOfTile rows = heads_of_tile(p, c);
+// Also sets the members of the Config that depend on the amount of work. splits: whether keys may be split.
+Work share_out(Config &c, const Problem &p, const Device &device, const HeadsOfTile &rows, bool splits = true) {
   const int64_t queries = rows.queries * c.warpgroups, pieces = p.heads_kv * rows.pieces;
   const bool numbered = numbers_tiles(p);
   Work work{.rows = rows,
@@ -137,7 +137,8 @@ Work share_out(Config &c, const Problem &p, const Device &device) {
             .bundle = heads_in_bundle(p, device, numbered ? pieces : p.batch * pieces)};
   c.packed = rows.heads > 1;
   const int64_t all_tiles = work.tiles * work.heads;
-  if (!p.part) work.splits = p.invariant ? splits_by_chunk(p, c, device, all_tiles) : splits_for_idle_sms(p, c, device, all_tiles);
+  if (!p.part && splits)
+    work.splits = p.invariant ? splits_by_chunk(p, c, device, all_tiles) : splits_for_idle_sms(p, c, device, all_tiles);
   c.split = work.splits > 1;
   work.items = tiles(work.heads, work.bundle) * work.bundle * work.tiles * work.splits;
   return work;
@@ -175,12 +176,18 @@ void map_operands(HopperForwardArguments &a, const Problem &p, const Config &c, 
   a.bias_rows_step = p.bias.stride[2] != 0;
 }
 
+// The numbers of queries of the packed sequences that a launch computes.
+struct Queries {
+  int64_t least = 0, most = INT32_MAX;
+};
+
 // The arguments, except for addresses in the workspace. The members for packed heads are used only if heads are packed.
-PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const Work &work) {
+PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const Work &work, const Queries &queries) {
   PackedForwardArguments a{};
   static_cast<ForwardArguments &>(a) = forward_arguments(p);
   order_items(a, p, work);
   map_operands(a, p, c, work);
+  a.least_queries = i32(queries.least), a.most_queries = i32(queries.most);
   if (c.packed) {
     a.packed = i32(work.rows.heads), a.queries = Divisor::make(uint32_t(work.rows.queries));
     a.pieces = Divisor::make(uint32_t(work.rows.pieces));
@@ -188,7 +195,9 @@ PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const
   return a;
 }
 
-void push_launches(Program &program, const Problem &p, const Config &c, PackedForwardArguments &a, const Device &device, Scratch &scratch) {
+void push_launches(Program &program, const Problem &p, const Config &c, const Work &work, const Queries &queries, const Device &device,
+                   Scratch &scratch) {
+  PackedForwardArguments a = hopper_arguments(p, c, work, queries);
   const int64_t grid = std::min<int64_t>(a.items, device.sms * c.blocks_per_sm);
   if (grid < a.items) a.tickets = scratch.take<TicketCounter>(1);
   take_splits(a, p, scratch);
@@ -214,6 +223,147 @@ const char *reference_name(const Config &c) {
   }
 }
 
+std::string in_words(const Problem &p, const Config &c, const Work &work) {
+  std::string words = text("wgmma, ", c.warpgroups, " warpgroups, ", reference_name(c));
+  if (c.eight_bits)
+    words += ", products of float8_e4m3fn, v transposed by 3 warps";
+  else if (p.quantised())
+    words += text(", k and v dequantised to ", strobe::name(p.dtype), " by ", i32(Config::kDequantising), " warps");
+  if (c.packed) words += text(", ", work.rows.heads, " query heads packed");
+  return words;
+}
+
+Program empty_program(const Problem &p, const Config &c) {
+  Program program;
+  program.overlap = program.persistent = true;
+  describe_tile(program, p, c.tile_q(), c.tile_k, true);
+  return program;
+}
+
+constexpr int64_t kMostItems = int64_t(1) << 30;
+
+// The launches of a call if K and V are read as they are.
+CudaEngine::Made in_place(const Problem &p, Config c, const Device &device, Scratch &scratch) {
+  const Work work = share_out(c, p, device, heads_of_tile(p, c));
+  if (work.items > kMostItems) return text(work.items, " tiles of queries; accepted are 2^30");
+  Program program = empty_program(p, c);
+  program.kernel = in_words(p, c, work);
+  push_launches(program, p, c, work, {}, device, scratch);
+  program.predicted_seconds = predicted_seconds(p, c, device, work);
+  return program;
+}
+
+// If K and V are dequantised first, it is for sequences with at least so many rows of queries for a key head. Counted: beside an SM's time
+// for tiles of 64 to 256 rows, dequantising a key in their loads takes as much longer as the pass takes for it.
+constexpr int64_t kRowsThatShareKeys = 256;
+constexpr int64_t kMostDequantised = int64_t(1) << 30; // bytes of K and V in the workspace; with more, key heads come one after another
+
+// The call for `count` key heads from `first` on, and their query heads.
+Problem of_key_heads(Problem p, int64_t first, int64_t count) {
+  const auto move = [](View &x, int64_t head) {
+    if (x) x.data += head * x.stride[1] * bytes(x.dtype);
+  };
+  const std::initializer_list<View *> of_keys = {&p.k, &p.v, &p.k_scale, &p.v_scale};
+  for (View *x : of_keys) move(*x, first);
+  for (View *x : {&p.q, &p.out, &p.lse, &p.mask, &p.bias, &p.alibi_slopes, &p.sinks}) move(*x, first * p.group());
+  p.heads = count * p.group(), p.heads_kv = count;
+  return p;
+}
+// Whether a head's results depend on its number.
+bool numbers_heads(const Problem &p) { return p.dropout > 0 || features_of(p).program || p.blocks.heads > 1; }
+
+// The sequences of a call by their queries, as far as the host knows: `many` have at least `least` queries each, `few` have fewer.
+struct Sequences {
+  int64_t least, many, few, mean_of_few;
+  bool mixed; // whether there may be sequences of both kinds
+};
+Sequences sequences_of(const Problem &p) {
+  const int64_t longest = std::max<int64_t>(1, p.longest_q());
+  Sequences s{.least = div_up(kRowsThatShareKeys, p.group()), .many = p.batch, .few = 0, .mean_of_few = 1, .mixed = false};
+  if (!p.varlen || p.total_q >= p.batch * longest) return s;
+  s.mixed = true;
+  s.many = std::clamp<int64_t>(p.total_q / longest + (p.total_q % longest >= s.least), 1, p.batch), s.few = p.batch - s.many;
+  const int64_t rest = std::max<int64_t>(0, p.total_q - s.many * longest);
+  s.mean_of_few = std::clamp<int64_t>(div_up(rest, std::max<int64_t>(1, s.few)), 1, s.least - 1);
+  return s;
+}
+// For choices and predictions: the call with these sequences alone.
+Problem with_many(Problem p, const Sequences &s) {
+  p.total_q = std::min(p.total_q, s.many * p.longest_q()), p.total_k = std::min(p.total_k, s.many * p.longest_k()), p.batch = s.many;
+  return p;
+}
+Problem with_few(Problem p, const Sequences &s) {
+  p.varlen = false, p.batch = std::max<int64_t>(1, s.few), p.seqlen_q = s.mean_of_few, p.most_q = kUnbounded;
+  p.total_q = p.batch * p.seqlen_q, p.total_k = p.batch * p.seqlen_k;
+  return p;
+}
+
+// The predicted seconds of the launches of a call that is only planned.
+double seconds_alone(const Problem &p, Config c, const Device &device) {
+  const Work work = share_out(c, p, device, heads_of_tile(p, c));
+  return predicted_seconds(p, c, device, work);
+}
+
+// How the sequences of a call over quantised keys are computed if the keys of those with many queries are dequantised first, and the others
+// in their loads.
+struct Ways {
+  Config many, few;
+};
+// in_place: the Config of the call if all keys are dequantised in the loads. d: the call over dequantised keys.
+std::optional<Ways> ways(const Problem &p, const Problem &d, const Sequences &sequences, const Config &in_place, const Device &device) {
+  Ways w{in_place, in_place};
+  if (p.invariant) { // a query's bits must not depend on how its keys are read, so all tiles are those of the call in place
+    w.many.features.quant = w.many.features.by_column = w.many.stored_stages = 0;
+    return w;
+  }
+  const std::optional<Config> many = choose_tile(with_many(d, sequences), device);
+  const std::optional<Config> few = sequences.mixed ? choose_tile(with_few(p, sequences), device) : in_place;
+  if (!many || !few) return {};
+  return Ways{*many, *few};
+}
+
+// The launches of a call over quantised keys in these ways. Null if they are not possible, or slower than those of the call in place.
+std::optional<Program> dequantised_first(const Problem &p, const Config &in_place, const Device &device, Scratch &scratch) {
+  const Sequences sequences = sequences_of(p);
+  const int64_t fit = kMostDequantised / std::max<int64_t>(1, dequantised_bytes(p) / std::max<int64_t>(1, p.heads_kv)); // key heads
+  if (p.longest_q() < sequences.least || fit < 1 || (fit < p.heads_kv && numbers_heads(p))) return {};
+  const int64_t heads = div_up(p.heads_kv, div_up(p.heads_kv, fit));
+  const int64_t least = sequences.mixed ? sequences.least : 0;
+  Scratch end = scratch;
+  std::optional<Program> program;
+  for (int64_t first = 0; first < p.heads_kv; first += heads) {
+    const Problem part = of_key_heads(p, first, std::min(heads, p.heads_kv - first));
+    Scratch of_part = scratch; // the parts use the same memory, one after another
+    auto [d, launch] = dequantise(part, of_part, least);
+    std::optional<Ways> way = ways(part, d, sequences, in_place, device);
+    if (!way) return {};
+    const Problem all_many = with_many(d, sequences), all_few = with_few(part, sequences);
+    const Work of_many = share_out(way->many, d, device, heads_of_tile(all_many, way->many), !sequences.mixed);
+    const Work of_few = share_out(way->few, part, device, heads_of_tile(all_few, way->few), false);
+    if (std::max(of_many.items, of_few.items) > kMostItems) return {};
+    if (!program) {
+      program = empty_program(p, way->many);
+      const std::string which = sequences.mixed ? text(" of sequences with at least ", least, " queries") : "";
+      program->kernel = text("k and v", which, " dequantised first; ", in_words(d, way->many, of_many));
+      if (sequences.mixed) program->kernel += text("; the others: ", in_words(part, way->few, of_few));
+      program->notes.push_back(text("dequantised k and v take ", div_up(dequantised_bytes(part), 1 << 20), " MiB of the workspace",
+                                    heads < p.heads_kv ? text(", ", heads, " key heads at a time") : ""));
+    }
+    program->steps.push_back(std::move(launch));
+    push_launches(*program, d, way->many, of_many, {.least = least}, device, of_part);
+    if (sequences.mixed) push_launches(*program, part, way->few, of_few, {.most = least - 1}, device, of_part);
+    program->predicted_seconds += dequantising_seconds(part, device, keys_read(with_many(part, sequences))) +
+                                  seconds_alone(all_many, way->many, device) +
+                                  (sequences.few ? seconds_alone(all_few, way->few, device) : 0);
+    if (of_part.bytes() > end.bytes()) end = of_part;
+  }
+  const double otherwise = seconds_alone(with_many(p, sequences), in_place, device) +
+                           (sequences.few ? seconds_alone(with_few(p, sequences), in_place, device) : 0);
+  if (!program || program->predicted_seconds >= otherwise) return {};
+  scratch = end;
+  return program;
+}
+
 class Sm90Engine final : public CudaEngine {
 public:
   const char *name() const override { return "cuda-sm90"; }
@@ -235,29 +385,20 @@ protected:
 private:
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
     if (std::string reason = against_tensors(p); !reason.empty()) return reason;
-    const std::optional<Config> chosen = choose_tile(p, device);
-    if (!chosen && p.quantised()) return "no tile of quantised keys for these head dimensions, options and blocks";
-    if (!chosen) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
-    Config config = *chosen;
+    const std::optional<Config> config = choose_tile(p, device);
+    if (!config && p.quantised()) return "no tile of quantised keys for these head dimensions, options and blocks";
+    if (!config) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
     if (p.invariant)
-      if (std::string reason = against_invariant(p, config); !reason.empty()) return reason;
-    const Work work = share_out(config, p, device);
-    if (work.items > int64_t{1} << 30) return text(work.items, " tiles of queries; accepted are 2^30");
+      if (std::string reason = against_invariant(p, *config); !reason.empty()) return reason;
 
-    PackedForwardArguments a = hopper_arguments(p, config, work);
-    Program program;
-    program.overlap = program.persistent = true;
-    program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ", reference_name(config));
-    if (config.eight_bits)
-      program.kernel += ", products of float8_e4m3fn, v transposed by 3 warps";
-    else if (p.quantised())
-      program.kernel += text(", k and v dequantised to ", strobe::name(p.dtype), " by ", i32(Config::kDequantising), " warps");
-    if (config.packed) program.kernel += text(", ", work.rows.heads, " query heads packed");
-    describe_tile(program, p, config.tile_q(), config.tile_k, true);
-    push_launches(program, p, config, a, device, scratch);
-    if (p.mask) program.kernel += ", mask packed into bits";
-    program.predicted_seconds = predicted_seconds(p, config, device, work);
-    return program;
+    Scratch of_first = scratch;
+    Made made = in_place(p, *config, device, scratch);
+    Program *program = std::get_if<Program>(&made);
+    if (!program) return made;
+    if (p.quantised() && !p.quantised_queries())
+      if (std::optional<Program> first = dequantised_first(p, *config, device, of_first)) *program = std::move(*first), scratch = of_first;
+    if (p.mask) program->kernel += ", mask packed into bits";
+    return made;
   }
 };
 

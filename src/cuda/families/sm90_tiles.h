@@ -17,7 +17,7 @@ std::optional<sm90::Config> choose_tile(const Problem &, const Device &);
 // The clocks in which an SM loads and dequantises a key and its value, measured on an H200: the warps that convert take a time for each
 // number, and two blocks have twice as many of them; the warp that loads takes a time for each key.
 inline double clocks_of_stored_key(const sm90::Config &c) {
-  const double converting = double(c.head_dim + c.head_dim_v) * (c.blocks_per_sm > 1 ? 0.13 : 0.2);
+  const double numbers = double(c.head_dim + c.head_dim_v), converting = c.blocks_per_sm > 1 ? 0.13 * numbers : 16 + 0.2 * numbers;
   return converting > 30 ? converting : 30;
 }
 

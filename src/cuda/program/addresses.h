@@ -68,6 +68,10 @@ template <class V> void each_pointer(const AuxiliaryArguments &a, V &visit) {
   each_pointer(a.in, visit);
   visit(a.lse.data), visit(a.max_logit.data), visit(a.column_sums.data), visit(a.largest), visit(a.inverse);
 }
+template <class V> void each_pointer(const DequantiseArguments &a, V &visit) {
+  each_pointer(a.in, visit);
+  visit(a.to_k.data), visit(a.to_v.data), visit(a.table);
+}
 template <class Arguments, class V> void each_pointer(const QuantisedArguments<Arguments> &a, V &visit) {
   each_pointer(static_cast<const Arguments &>(a), visit);
   visit(a.scales.k.data), visit(a.scales.v.data), visit(a.scales.q.data);
