@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "attention/contents.h"
+#include "attention/latent.h"
 #include "attention/versioned.h"
 
 namespace strobe {
@@ -100,7 +101,8 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
   if (const auto lists = own_lists(problem)) check_contents(problem, [&](const int32_t *list, int64_t) { return lists->at(list); });
   how.size = sizeof how, how.threads = threads_, how.reserved_sms = reserved_sms_;
   const Execution execution = validate(&how);
-  if (update_longest(problem)) // the lengths are others: the call is planned again
+  // The call is planned again if the lengths are others, or if V no longer lies within K.
+  if (update_longest(problem) || (is_latent(problem_) && !is_latent(problem)))
     perform(decide(problem, execution, direction_, choose(problem, execution, direction_)), problem, execution, direction_);
   else
     perform({engine_, plan_}, problem, execution, direction_);

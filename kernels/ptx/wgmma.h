@@ -34,7 +34,7 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 base, u32 block_bytes) {
 // Moves a descriptor on by `bytes`.
 __device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
 
-// Wgmma<T, N> has shared<kAccumulate, kMnMajorA>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). The first product of a sum is
+// Wgmma<T, N> has shared<kAccumulate, kMnMajorA, kMnMajorB>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). The first product of a sum is
 // shared_anew<kMnMajorA>(d, a, b) or registers_anew<kMnMajorB>(d, a, b), which leave d's registers free until then. If d keeps its
 // registers over a loop, the first product has kAccumulate = false instead.
 template <class T, int N> struct Wgmma;
@@ -152,11 +152,12 @@ template <class T, int N> struct Wgmma;
 // o0 ... o5: the numbers of the asm operands after those of d.
 #define STROBE_WGMMA(T, NAME, N, o0, o1, o2, o3, o4, o5)                                                                                   \
   template <> struct Wgmma<T, N> {                                                                                                         \
-    template <bool kAccumulate, int kMnMajorA = 0> static __device__ __forceinline__ void shared(float (&d)[N / 2], u64 a, u64 b) {        \
+    template <bool kAccumulate, int kMnMajorA = 0, int kMnMajorB = 0>                                                                      \
+    static __device__ __forceinline__ void shared(float (&d)[N / 2], u64 a, u64 b) {                                                       \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME          \
-                   " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1, %" #o3 ", 0;\n}"                                                    \
+                   " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1, %" #o3 ", %" #o4 ";\n}"                                             \
                    : STROBE_OUTS_##N("+f")                                                                                                 \
-                   : "l"(a), "l"(b), "n"((int)kAccumulate), "n"(kMnMajorA));                                                               \
+                   : "l"(a), "l"(b), "n"((int)kAccumulate), "n"(kMnMajorA), "n"(kMnMajorB));                                               \
     }                                                                                                                                      \
     template <int kMnMajorA> static __device__ __forceinline__ void shared_anew(float (&d)[N / 2], u64 a, u64 b) {                         \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                 \

@@ -10,6 +10,7 @@
 #include "cuda/driver/driver.h"
 #include "cuda/families/families.h"
 #include "cuda/families/sm90_backward.h"
+#include "cuda/families/sm90_latent.h"
 #include "cuda/families/sm90_mask.h"
 #include "cuda/families/sm90_steps.h"
 #include "cuda/families/sm90_tiles.h"
@@ -86,12 +87,14 @@ int32_t splits_by_chunk(const Problem &p, const Config &c, const Device &device,
 }
 
 // The reason why the engine supports neither forward nor backward of this call; empty if it may support one of them.
-std::string against_call(const Problem &p, const Device &device) {
+std::string against_call(const Problem &p, Direction direction, const Device &device) {
   if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
   if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
   if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
   if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
-  if (wide(p)) return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v));
+  if (wide(p) && !(is_latent(p) && direction == Direction::forward))
+    return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v),
+                direction == Direction::forward ? ", unless v is the first columns of k" : "");
   return against_part(p);
 }
 
@@ -212,8 +215,9 @@ protected:
   bool reads_pages() const override { return true; }
   bool reads_quantised() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
-    if (std::string reason = against_call(p, device); !reason.empty()) return reason;
-    return direction == Direction::backward ? sm90_backward(p, device, scratch) : forward(p, device, scratch);
+    if (std::string reason = against_call(p, direction, device); !reason.empty()) return reason;
+    if (direction == Direction::backward) return sm90_backward(p, device, scratch);
+    return is_latent(p) ? sm90_latent(p, device, scratch) : forward(p, device, scratch);
   }
 
 private:
