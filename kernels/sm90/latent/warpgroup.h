@@ -86,13 +86,12 @@ private:
     release(0);
     rescale();
     O.begin_adding(P, shared.part(1, kW));
-    if (more) {
-      barrier_sync(kTurn, 256);
-      begin_q_k(n + 1);
-      wait_for<1>(O, P);
-      release(1);
-    }
-    wait_for<0>(S, O, P);
+    wait_for<0>(O, P);
+    if (!more) return;
+    release(1);
+    barrier_sync(kTurn, 256);
+    begin_q_k(n + 1);
+    wait_for<0>(S);
   }
 
   // Begins S = Q K^T with the warpgroup's tile of pair n, part by part, as they arrive.
