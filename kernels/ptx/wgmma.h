@@ -33,6 +33,19 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 base, u32 block_bytes) {
 }
 // Moves a descriptor on by `bytes`.
 __device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
+// A descriptor in two halves. The address, in the lower one, never carries into the upper one: at() takes fewer instructions than advance(),
+// which matters beside products of few columns.
+struct Descriptor {
+  u32 low, high;
+  __device__ __forceinline__ explicit Descriptor(u64 whole) : high((u32)(whole >> 32)) {
+    asm volatile("mov.b32 %0, %1;" : "=r"(low) : "r"((u32)whole)); // the compiler knows no bits of it, and so does not take it apart again
+  }
+  __device__ __forceinline__ u64 at(u32 bytes) const {
+    u64 x;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(x) : "r"(low + (bytes >> 4)), "r"(high));
+    return x;
+  }
+};
 
 // Wgmma<T, N> has shared<kAccumulate, kMnMajorA, kMnMajorB>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). The first product of a sum is
 // shared_anew<kMnMajorA>(d, a, b) or registers_anew<kMnMajorB>(d, a, b), which leave d's registers free until then. If d keeps its

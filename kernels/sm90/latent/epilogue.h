@@ -32,21 +32,22 @@ template <Config C, int kW> struct Epilogue {
   }
 
 private:
+  __device__ __forceinline__ bool whole() const { return !(C.split || C.uneven) || item.whole(); }
   __device__ __forceinline__ void store_row(int r, float sum, bool first, bool last) const {
     const Inputs &in = a.in;
     const auto [i, h] = group.softmax.places[r];
     const bool there = i < item.band.seqlen_q;
     const i64 row = item.sequence.q0 + i;
-    const float natural_sink = there && in.sinks && item.whole() ? *in.sinks.at<const float>(0, h, 0, 0) : minus_infinity<float>();
+    const float natural_sink = there && in.sinks && whole() ? *in.sinks.at<const float>(0, h, 0, 0) : minus_infinity<float>();
     const float sink = C.invariant ? minus_infinity<float>() : natural_sink * kLog2e<float>; // invariant: it is merged like a chunk
     const RowEnd end = row_end(group.softmax.running.M[r], sum, sink);
     scale(r, end.factor);
     float lse = end.lse;
-    if (!item.whole()) {
+    if (!whole()) {
       if (there) store_partial(r, h, i, lse);
       return;
     }
-    if (C.walks_chunks() && !(first && last)) lse = merge(r, h, row, there, lse, first, last);
+    if (C.walks_chunks() && !(first && last)) lse = merge(r, h, row, there, lse, first);
     if (!last) return;
     if constexpr (C.invariant) {
       const Merge with_sink(lse, natural_sink);
@@ -82,38 +83,19 @@ private:
     });
   }
   // Merges the row's O with that of the chunks before, and returns their LSE. Each thread reads what it wrote.
-  __device__ __forceinline__ float merge(int r, i32 h, i64 row, bool there, float lse, bool first, bool last) const {
-    const i64 at = a.in.row_index(item.b, h, there ? row : 0);
+  __device__ __forceinline__ float merge(int r, i32 h, i64 row, bool there, float lse, bool first) const {
+    const i64 at = there ? a.in.row_index(item.b, h, row) : 0;
     float *const out = a.merged_out + at * kValues + first_column(), *const kept = a.merged_lse + 8 * at + 4 * kW + group.lane % 4;
-    const bool reads = there && !first, writes = there && !last;
+    const bool reads = there && !first;
     const Merge merge(reads ? *kept : minus_infinity<float>(), lse);
     each(r, [&](float &x, float &y, int c) {
       float2 *const place = (float2 *)(out + c);
-      if (c % 64 == 0) asm volatile("" ::: "memory"); // registers are left for a few loads at a time
       const float2 before = reads ? *place : float2{0, 0};
       x = merge(before.x, x), y = merge(before.y, y);
-      if (writes) *place = {x, y};
+      if (there) *place = {x, y}; // after the last chunk, too: no load is moved up beyond a store, and registers are left for a few loads
     });
-    if (writes) *kept = merge.lse;
+    if (there) *kept = merge.lse;
     return merge.lse;
-  }
-};
-
-// The rows of a tile, for numbers of V that are not finite.
-template <Config C> struct Results {
-  const LatentArguments &a;
-  const Item &item;
-  i32 queries, count;
-  __device__ __forceinline__ Results(const LatentArguments &a, const Item &item)
-      : a(a), item(item), queries(item.q_end - item.q), count(item.heads * queries) {}
-  __device__ __forceinline__ i32 query(i32 r) const { return item.q + r % queries; }
-  __device__ __forceinline__ i32 head(i32 r) const { return item.h + r / queries; }
-  __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
-    using T = typename Element<C.dtype>::type;
-    if (item.whole())
-      add_to(*a.out.at<T>(item.b, head(r), item.sequence.q0 + query(r), c), x);
-    else
-      a.partial_out[partial_row<C>(a, item, head(r), query(r)) * a.in.head_dim_v + c] += x;
   }
 };
 

@@ -43,16 +43,16 @@ private:
     if (pairs) group.begin(0);
 #pragma unroll 1
     for (i32 n = 0; n < pairs; ++n) {
-      group.step(n, pairs);
-      if constexpr (C.walks_chunks()) {
-        if (n + 1 == pairs || item.key(n + 1, 0) % C.chunk()) continue;
+      const bool more = n + 1 < pairs, ends = C.walks_chunks() && more && item.key(n + 1, 0) % C.chunk() == 0;
+      group.step(n, more, more && !ends);
+      if (C.walks_chunks() && ends) {
         Epilogue<C, kW>{group, a, item}.store(first, false);
         group.restart();
+        group.begin(n + 1);
         first = false;
       }
     }
     Epilogue<C, kW>{group, a, item}.store(first, true);
-    add_nonfinite(a, item, group.softmax.scores, group.nonfinite);
   }
 
   // Clears the rows of Q that belong to no head. The numbers that they held might move their references, and with them all of a warp's.
@@ -65,16 +65,6 @@ private:
         store_shared(shared.q + kBlockBytes * c + at, zeros);
     async_proxy_fence();
     barrier_sync(kConsumers, 256);
-  }
-  // Adds the numbers of V that were cleared to the results of those queries that see them.
-  template <class Scores>
-  static __device__ __forceinline__ void add_nonfinite(const Arguments &a, const Item &item, const Scores &scores, bool any) {
-    using T = typename Element<C.dtype>::type;
-    if (!barrier_any(any, 256)) return;
-    const auto value = v_of<T, C.features>(a.in, item.sequence, item.b, item.kv);
-    const Dropout<C.features> none(a.in);
-    strobe::add_nonfinite<256>(scores, none, value, {item.any.begin, item.any.end}, {nullptr, 0, 0}, Results<C>(a, item),
-                               (int)threadIdx.x - 128);
   }
 };
 

@@ -18,7 +18,6 @@ template <Config C, int kW> struct Warpgroup {
   Accumulator<T, kHalf> O;
   Accumulator<T, kKeys> S;
   LeftOperand<kKeys> P;
-  bool nonfinite = false; // whether numbers of V that are not finite were cleared
 
   __device__ __forceinline__ Warpgroup(const LatentArguments &a, const Shared &shared, const Item &item)
       : shared(shared), item(item), lane((int)threadIdx.x % 32), warp(__shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 32 % 4, 0)),
@@ -37,19 +36,19 @@ template <Config C, int kW> struct Warpgroup {
     begin_q_k(n);
     wait_for<0>(S);
   }
-  // O += P V over pair n, and S of pair n + 1 if there is one. ptxas serializes products that are in flight from one iteration of a loop to
-  // the next, or beside which other sums are written to, so all products begin and end here.
-  __device__ __forceinline__ void step(i32 n, i32 pairs) {
+  // O += P V over pair n. more: another pair follows. ahead: its S is computed too. ptxas serializes products that are in flight from one
+  // iteration of a loop to the next, or beside which other sums are written to, so all products begin and end here.
+  __device__ __forceinline__ void step(i32 n, bool more, bool ahead) {
     if constexpr (kW == 0)
-      step_first(n, n + 1 < pairs);
+      step_first(n, more, ahead);
     else
-      step_second(n, n + 1 < pairs && item.has_both(n + 1));
+      step_second(n, more, ahead && item.has_both(n + 1));
   }
 
   __device__ __forceinline__ void together() const { barrier_sync(kTogether + kW, 128); }
 
 private:
-  __device__ __forceinline__ void step_first(i32 n, bool more) {
+  __device__ __forceinline__ void step_first(i32 n, bool more, bool ahead) {
     if (item.has_both(n)) barrier_arrive(kTurn, 256);
     make_p(n);
     barrier_arrive(kP + 0, 256);
@@ -64,7 +63,7 @@ private:
       }
       O.begin_adding(shared.part(1, kRest), shared.part(1, kW));
     }
-    if (more) {
+    if (ahead) {
       wait_for<1>(P);
       release(0);
       begin_q_k(n + 1);
@@ -72,9 +71,10 @@ private:
       release(1);
     }
     wait_for<0>(S, O, P);
+    if (more && !ahead) release(0), release(1);
   }
   // The first tile's P V runs while P of the second tile is computed.
-  __device__ __forceinline__ void step_second(i32 n, bool more) {
+  __device__ __forceinline__ void step_second(i32 n, bool more, bool ahead) {
     barrier_sync(kP + 0, 256);
     softmax.adopt(shared, 0);
     rescale();
@@ -87,8 +87,8 @@ private:
     rescale();
     O.begin_adding(P, shared.part(1, kW));
     wait_for<0>(O, P);
-    if (!more) return;
-    release(1);
+    if (more) release(1);
+    if (!ahead) return;
     barrier_sync(kTurn, 256);
     begin_q_k(n + 1);
     wait_for<0>(S);
@@ -96,7 +96,7 @@ private:
 
   // Begins S = Q K^T with the warpgroup's tile of pair n, part by part, as they arrive.
   __device__ __forceinline__ void begin_q_k(i32 n) {
-    const u64 rows = descriptor_k_major(shared.q), columns = descriptor_k_major(shared.tile(kW));
+    const Descriptor rows(descriptor_k_major(shared.q)), columns(descriptor_k_major(shared.tile(kW)));
     registers_changed(S.x);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -106,9 +106,9 @@ private:
       for (int c = 4 * first_block(part); c < 4 * (first_block(part) + count_blocks(part)); ++c) {
         const u32 at = kBlockBytes * (c / 4) + 32 * (c % 4);
         if (c == 0)
-          Wgmma<T, kKeys>::template shared<false>(S.x, rows, columns);
+          Wgmma<T, kKeys>::template shared<false>(S.x, rows.at(0), columns.at(0));
         else
-          Wgmma<T, kKeys>::template shared<true>(S.x, advance(rows, at), advance(columns, at));
+          Wgmma<T, kKeys>::template shared<true>(S.x, rows.at(at), columns.at(at));
       }
     }
     wgmma_commit();
@@ -130,7 +130,8 @@ private:
     async_proxy_fence();
     if (masked) together(); // no product reads a row of V before it is cleared
   }
-  // Clears numbers that are not finite in those rows of V that some query does not see.
+  // Clears numbers that are not finite in those rows of V that some query does not see, because 0 times such a number is NaN. A query that
+  // sees one has met it in K, so its score, and with it the whole result, is not finite either, unless the score is -inf.
   __device__ __forceinline__ void clear_nonfinite(i32 key) {
     const int thread = (int)threadIdx.x % 128;
     const i32 all = item.all.begin - key, end = min(item.all.end, item.any.end) - key;
@@ -143,11 +144,10 @@ private:
       load_shared(x, place);
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        const u32 bad = spread(strobe::nonfinite<T>(x[w]));
+        const u32 bad = spread(nonfinite<T>(x[w]));
         x[w] &= ~bad, here |= bad;
       }
       if (here) store_shared(place, x);
-      nonfinite |= here != 0;
     }
     __syncwarp();
   }
