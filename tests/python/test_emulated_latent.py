@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from emulated import BUILD, ROOT, output
+from emulated import ROOT, output
 
 CALL = """
 import json, sys
@@ -221,6 +221,5 @@ def test_refusals():
 def test_a_race_would_be_reported(edit):
     """Without the barriers that order P and K in the same place, or P and its reader."""
     file = ROOT / "tests" / "emulator" / "controls" / f"{edit}.edit"
-    assert BUILD.exists()
-    with pytest.raises(AssertionError, match="nothing orders"):
+    with pytest.raises(AssertionError, match="race: "):
         output(CALL, json.dumps(CALLS["speculated tokens"]), LATE="1", RACES="1", SEED="1", EDIT=str(file))

@@ -29,6 +29,7 @@ TITLES = {
     "uneven": "One query over keys of uneven lengths, beside lengths that are all their mean",
     "quantised": "INT8 and FP8 keys and values, causal, a scale for each key and head, beside bf16: time on the GPU",
     "quantised-int4": "INT4 keys and values, causal, a scale for each key and head, beside bf16: time on the GPU",
+    "latent": "Latent attention, D 576, V within K, pages of 64: rates, or bytes of K read",
     "fp32": "fp32",
     "mma": "cuda-mma, S 8k, beside the FlashAttention of the same instructions",
     "deterministic": "What `deterministic` costs",
