@@ -54,24 +54,20 @@ private:
     barrier_arrive(kP + 0, 256);
     rescale();
     O.begin_adding(P, shared.part(0, kW));
-    if (item.has_both(n)) {
-      barrier_sync(kP + 1, 256);
-      softmax.adopt(shared, 1);
-      if (softmax.running.moved()) {
-        wait_for<0>(O, P);
-        softmax.running.rescale(O.x);
-      }
-      O.begin_adding(shared.part(1, kRest), shared.part(1, kW));
-    }
+    wait_for<0>(O, P); // P of the second tile comes later in any case
+    if (more) release(0);
+    if (!item.has_both(n)) return;
+    barrier_sync(kP + 1, 256);
+    softmax.adopt(shared, 1);
+    rescale();
+    O.begin_adding(shared.part(1, kRest), shared.part(1, kW));
     if (ahead) {
-      wait_for<1>(P);
-      release(0);
       begin_q_k(n + 1);
       wait_for<1>(O);
       release(1);
     }
-    wait_for<0>(S, O, P);
-    if (more && !ahead) release(0), release(1);
+    wait_for<0>(S, O);
+    if (more && !ahead) release(1);
   }
   // The first tile's P V runs while P of the second tile is computed.
   __device__ __forceinline__ void step_second(i32 n, bool more, bool ahead) {
