@@ -33,8 +33,8 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 base, u32 block_bytes) {
 }
 // Moves a descriptor on by `bytes`.
 __device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
-// A descriptor in two halves. The address, in the lower one, never carries into the upper one: at() takes fewer instructions than advance(),
-// which matters beside products of few columns.
+// A descriptor in two halves. The address, in the lower one, never carries into the upper one: at() takes fewer instructions than
+// advance(), which matters beside products of few columns.
 struct Descriptor {
   u32 low, high;
   __device__ __forceinline__ explicit Descriptor(u64 whole) : high((u32)(whole >> 32)) {
@@ -47,8 +47,8 @@ struct Descriptor {
   }
 };
 
-// Wgmma<T, N> has shared<kAccumulate, kMnMajorA, kMnMajorB>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). The first product of a sum is
-// shared_anew<kMnMajorA>(d, a, b) or registers_anew<kMnMajorB>(d, a, b), which leave d's registers free until then. If d keeps its
+// Wgmma<T, N> has shared<kAccumulate, kMnMajorA, kMnMajorB>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). The first product of a
+// sum is shared_anew<kMnMajorA>(d, a, b) or registers_anew<kMnMajorB>(d, a, b), which leave d's registers free until then. If d keeps its
 // registers over a loop, the first product has kAccumulate = false instead.
 template <class T, int N> struct Wgmma;
 

@@ -75,7 +75,8 @@ CALLS = {
     "packed": {"how": "packed", "shape": (2, 16, 6, 150, 576, 512), "options": {"causal": True}},
     "keys in splits": {"how": "whole", "shape": (1, 16, 1, 2300, 576, 512), "says": "keys split in 4", "sinks": True},
     "keys in shares": {
-        "how": "lengths", "shape": (4, 16, 1, 2300, 576, 512), "used": [2300, 100, 1999, 0], "says": "keys shared out evenly", "sinks": True,
+        "how": "lengths", "shape": (4, 16, 1, 2300, 576, 512), "used": [2300, 100, 1999, 0], "sinks": True,
+        "says": "keys shared out evenly",
     },
     "numbers that are not finite": {
         "how": "whole", "shape": (1, 16, 4, 300, 576, 512), "options": {"causal": True},

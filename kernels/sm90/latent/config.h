@@ -21,7 +21,7 @@ struct Config {
 
   STROBE_FN static constexpr i32 threads() { return 3 * 128; }
   STROBE_FN static constexpr i32 pair() { return 2 * kKeys; }
-  STROBE_FN static constexpr i32 chunk() { return 4096; } // keys of a chunk, with `invariant`
+  STROBE_FN static constexpr i32 chunk() { return 4096; }                       // keys of a chunk, with `invariant`
   STROBE_FN constexpr bool walks_chunks() const { return invariant && !split; } // a block walks over all chunks, one after another
   STROBE_FN static constexpr i32 tile_bytes() { return 2 * kRows * kColumns; }  // of Q, and of a tile of K
   // Q and two tiles of K; barriers and what the warpgroups tell each other; up to 1024 bytes for alignment.

@@ -80,8 +80,7 @@ private:
   template <bool kByPosition> __device__ __forceinline__ void score_elements(float (&S)[kKeys / 2], i32 key) const {
     const i32 column = key + tile::lane_column(0, 0);
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i)
-      S[i] = scores.score(S[i], rows[i / 2 % 2], column + i / 4 * 8 + i % 2, kByPosition, item.any.end);
+    for (int i = 0; i < kKeys / 2; ++i) S[i] = scores.score(S[i], rows[i / 2 % 2], column + i / 4 * 8 + i % 2, kByPosition, item.any.end);
   }
 };
 

@@ -93,7 +93,8 @@ def _flashinfer(p: Problem, device: str) -> Callable[..., Tensor]:
     each = p.seqlen_k // p.page
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(128 << 20, dtype=torch.uint8, device=device), backend="fa3")
     wrapper.plan(
-        *(ints(*range(p.batch + 1)), ints(*range(0, p.batch * each + 1, each)), ints(*range(p.batch * each)), ints(*[p.seqlen_k] * p.batch)),
+        *(ints(*range(p.batch + 1)), ints(*range(0, p.batch * each + 1, each))),
+        *(ints(*range(p.batch * each)), ints(*[p.seqlen_k] * p.batch)),
         *(p.heads, p.dim_v, p.dim - p.dim_v, p.page, p.causal, p.dim**-0.5, getattr(torch, p.dtype), getattr(torch, p.dtype)),
     )
 

@@ -236,8 +236,8 @@ def quantised_int4() -> Iterator[Group]:
 
 
 def latent() -> Iterator[Group]:
-    """One query of DeepSeek's heads over a latent cache in pages, beside FlashInfer: FLOP, or where few heads read it, bytes of K; and uneven
-    lengths beside as many sequences of their mean length."""
+    """One query of DeepSeek's heads over a latent cache in pages, beside FlashInfer: FLOP, or where few heads read it, bytes of K. And
+    uneven lengths, beside as many sequences of their mean length."""
     for batch, keys in ((64, 4096), (16, 16384)):
         for heads in (8, 16, 32, 64, 128):
             p = Problem(batch, heads, 1, 576, heads_kv=1, seqlen_k=keys, dim_v=512, page=64, latent=True)
