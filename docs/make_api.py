@@ -23,6 +23,7 @@ MODULES = (
     "strobe.compat.flash_attn",
     "strobe.compat.flash_attn.bert_padding",
     "strobe.compat.flash_attn_3",
+    "strobe.compat.flash_mla",
     "strobe.compat.sdpa",
     "strobe.compat.varlen",
     "strobe.compat.flex_attention",

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention/contents.h"
+#include "attention/latent.h"
 #include "attention/versioned.h"
 
 namespace strobe {
@@ -102,8 +103,9 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
   if (const auto lists = own_lists(problem)) check_contents(problem, [&](const int32_t *list, int64_t) { return lists->at(list); });
   how.size = sizeof how, how.threads = threads_, how.reserved_sms = reserved_sms_;
   const Execution execution = validate(&how);
-  if (!update_longest(problem)) return perform(*engine_, plan_, problem, execution, operation_);
-  const Decision decision = decide(problem, execution, operation_); // the lengths are others: the call is planned again
+  const bool apart = is_latent(problem_) && !is_latent(problem); // V no longer lies within K
+  if (!update_longest(problem) && !apart) return perform(*engine_, plan_, problem, execution, operation_);
+  const Decision decision = decide(problem, execution, operation_);
   perform(*decision.engine, decision.plan, problem, execution, operation_);
 }
 

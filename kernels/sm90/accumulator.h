@@ -97,6 +97,15 @@ template <class T, int N> struct Accumulator {
     }
     wgmma_commit();
   }
+  // Begins this += A B. A: 64 rows of a block of 64 columns in shared memory; B: 64 rows, N columns wide.
+  __device__ __forceinline__ void begin_adding(u32 A, u32 B) {
+    registers_changed(x);
+    wgmma_fence();
+    const u64 left = descriptor_k_major(A), rows = descriptor_mn_major(B, 64 * kRowBytes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Wgmma<T, N>::template shared<true, 0, 1>(x, advance(left, 32 * i), advance(rows, 16 * kRowBytes * i));
+    wgmma_commit();
+  }
   // Begins this += A B. B: kInner rows, N columns wide.
   template <int kInner> __device__ __forceinline__ void begin_adding(LeftOperand<kInner> &A, u32 B) {
     registers_changed(A.x);

@@ -30,6 +30,7 @@ class Shape(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+    within: str = ""  # the array, named before it, whose first columns these are; "": memory of its own
 
     @property
     def ndim(self) -> int:
@@ -83,12 +84,14 @@ def _results(arrays: Mapping[str, Shape], backward: bool, partial: bool, beside_
 
 
 class _Addresses:
-    """Gives every tensor an address of its own, dense strides and device 0."""
+    """Gives every tensor an address of its own and dense strides, unless it lies within another one, and device 0."""
 
     def __init__(self) -> None:
         self._next = 1 << 40
+        self._given: dict[str, tuple[int, list[int]]] = {}
 
     def __call__(self, tensor: Any, name: str, x: Shape, swap_1_2: bool) -> None:
         strides = [1, *accumulate(reversed(x.shape[1:]), lambda a, b: a * b)][::-1] if x.shape else []
-        lib.strobe_glue_tensor(tensor, self._next, DTYPES[x.dtype], CUDA, 0, len(x.shape), x.shape, strides, swap_1_2)
+        self._given[name] = address, strides = self._given[x.within] if x.within else (self._next, strides)
+        lib.strobe_glue_tensor(tensor, address, DTYPES[x.dtype], CUDA, 0, len(x.shape), x.shape, strides, swap_1_2)
         self._next += (prod(x.shape) * 8 + 255) // 256 * 256

@@ -45,6 +45,7 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/families/mma.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/mma_backward.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/simt.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/sm90_latent.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/tf32.cpp)
 
 # Writes a C++ file that holds every header below the given folders, under its name there.

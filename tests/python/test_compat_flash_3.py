@@ -553,6 +553,8 @@ def test_qv_of_a_cache(kind, packed, neighbours):
         keys = [cache.flatten(0, 1)[rows[begin:end]][None] for cache in expected]
         outs.append(joined(q[b : b + 1], *keys, qv[b : b + 1], causal=True)[0])
     given |= {"k": k, "v": v, "cache_seqlens": ints(*LENGTHS), "causal": True}
+    if neighbours:
+        qv, q = torch.cat([qv, q], -1).split([DV, D], -1)
     if packed:
         given |= {"cu_seqlens_q": ints(0, 2, 4, 6), "max_seqlen_q": 2}
         q, qv = q.flatten(0, 1), qv.flatten(0, 1)

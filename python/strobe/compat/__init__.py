@@ -2,6 +2,7 @@
 
 - flash_attn: the functions of the flash-attn package, importable in its place
 - flash_attn_3: the functions of FlashAttention-3, importable in the place of flash_attn_interface
+- flash_mla: the functions of FlashMLA for decoding with latent attention, importable in the place of flash_mla
 - sdpa: torch.nn.functional.scaled_dot_product_attention, importable in its place
 - varlen: the functions of torch.nn.attention.varlen, importable in its place
 - flex_attention: the functions of torch.nn.attention.flex_attention, importable in its place
@@ -24,6 +25,7 @@ __all__ = [
     "block_sizes",
     "flash_attn",
     "flash_attn_3",
+    "flash_mla",
     "flex_attention",
     "functional",
     "ladder",

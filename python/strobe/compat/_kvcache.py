@@ -63,7 +63,7 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
             more["k_scale"] = more["v_scale"] = torch.ones((), device=q.device).expand(k.shape[:-1])
         elif qv is not None:
             rows = (*q.shape[:-1], v.shape[-1])  # those of qv, or none in a trial
-            q, k = torch.cat([qv.reshape(rows) if q.numel() else qv.new_empty(rows), q], -1), joined(v, k)
+            q, k = joined(qv.reshape(rows) if q.numel() else qv.new_empty(rows), q), joined(v, k)
         return attend({"window": window, **options, **more, "q": q, "k": k, "v": v}, names)
 
     filled, added = _lengths(given, tensors.get(table_name), batch)
@@ -91,7 +91,8 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
 
 
 def joined(v: Tensor, k: Tensor) -> Tensor:
-    """v and k side by side: a view if they are neighbouring columns of one tensor, else a copy."""
+    """v and k (or qv and q) side by side: a view if they are neighbouring columns of one tensor, else a copy. V then lies within the joined
+    K, where latent attention finds it."""
     if not torch.compiler.is_compiling() and not is_tracked(v, k) and v.stride() == k.stride() and v.stride(-1) == 1:
         here, one_storage = v.storage_offset(), v.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
         if one_storage and k.storage_offset() == here + v.shape[-1]:

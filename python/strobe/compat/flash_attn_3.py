@@ -54,7 +54,7 @@ def _joined(given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"qv: {qv.dtype} of shape {tuple(qv.shape)}; accepted is {q.dtype} of shape {wanted}, as q and v have")
     if k.dim() != v.dim() or k.dtype != v.dtype or k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"v: {v.dtype} of shape {tuple(v.shape)}; accepted is {k.dtype} of shape {(*k.shape[:-1], 'Dv')}, as k has")
-    return {**given, "q": torch.cat([qv, q], -1), "k": joined(v, k)}
+    return {**given, "q": joined(qv, q), "k": joined(v, k)}
 
 
 def _attend_to_cache(given: dict[str, Any]) -> Any:
@@ -98,8 +98,8 @@ def flash_attn_func(
         return_attn_probs: True returns (out, softmax_lse).
         attention_chunk: a query sees the keys of its own chunk alone, of as many keys from the first one on; the last query stands at the
             last key. 0: all keys. Causal and windows hide more.
-        qv: (B, Sq, H, Dv): qv · v is added to q · k before the scale, whose default is 1/sqrt(D + Dv). k and v are copied, unless they are
-            neighbouring columns of one tensor, v the first ones. D + Dv is up to 576. It is differentiable.
+        qv: (B, Sq, H, Dv): qv · v is added to q · k before the scale, whose default is 1/sqrt(D + Dv). k and v are copied, and so are q and
+            qv, unless they are neighbouring columns of one tensor, v and qv the first ones. D + Dv is up to 576. It is differentiable.
         q_descale, k_descale, v_descale: float32 (B, Hkv), for q, k and v of float8_e4m3fn: each number x of sequence b and key head h, and
             of the query heads that read it, stands for x times descale[b, h]; None: for x. On a GPU they are strobe.attention's scales; on
             a CPU the tensors are dequantised to bfloat16 in memory. out is bfloat16, and the backward is refused. With other dtypes

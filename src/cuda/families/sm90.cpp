@@ -10,6 +10,7 @@
 #include "cuda/driver/driver.h"
 #include "cuda/families/families.h"
 #include "cuda/families/sm90_backward.h"
+#include "cuda/families/sm90_latent.h"
 #include "cuda/families/sm90_mask.h"
 #include "cuda/families/sm90_steps.h"
 #include "cuda/families/sm90_tiles.h"
@@ -88,12 +89,14 @@ int32_t splits_by_chunk(const Problem &p, const Config &c, const Device &device,
 }
 
 // The reason why the engine supports neither forward nor backward of this call; empty if it may support one of them.
-std::string against_call(const Problem &p, const Device &device) {
+std::string against_call(const Problem &p, Operation operation, const Device &device) {
   if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
   if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
   if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("computes float16 and bfloat16, not ", strobe::name(p.dtype));
   if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
-  if (wide(p)) return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v));
+  if (wide(p) && !(is_latent(p) && operation == Operation::forward))
+    return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v),
+                operation == Operation::forward ? ", unless v is the first columns of k" : "");
   return against_part(p);
 }
 
@@ -373,13 +376,14 @@ protected:
   bool reads_pages() const override { return true; }
   bool reads_quantised() const override { return true; }
   bool multiplies_eight_bits(const Problem &p, const Device &device) const override {
-    if (!against_call(p, device).empty() || !against_eight_bits(p).empty() || !against_tensors(p).empty()) return false;
+    if (!against_call(p, Operation::forward, device).empty() || !against_eight_bits(p).empty() || !against_tensors(p).empty()) return false;
     const std::optional<Config> config = choose_tile(p, device);
     return config && (!p.invariant || against_invariant(p, *config).empty());
   }
   Made program(const Problem &p, Operation operation, const Device &device, Scratch &scratch) const override {
-    if (std::string reason = against_call(p, device); !reason.empty()) return reason;
-    return operation == Operation::backward ? sm90_backward(p, device, scratch) : forward(p, device, scratch);
+    if (std::string reason = against_call(p, operation, device); !reason.empty()) return reason;
+    if (operation == Operation::backward) return sm90_backward(p, device, scratch);
+    return is_latent(p) ? sm90_latent(p, device, scratch) : forward(p, device, scratch);
   }
 
 private:

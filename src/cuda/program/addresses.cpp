@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "attention/latent.h"
+
 namespace strobe::cuda {
 namespace {
 
@@ -26,6 +28,7 @@ Problem marked(const Problem &p) {
     if (pointer) pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(mark + off_16_bytes(pointer));
     mark += kApart;
   });
+  if (is_latent(p)) result.v.data = result.k.data; // so that it is latent with marks too
   result.set_page_table(result.page_table());
   return result;
 }

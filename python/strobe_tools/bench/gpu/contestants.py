@@ -14,16 +14,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # The contestants by their names in the figures' files.
-PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "efficient": "memory-efficient"}
+PEERS = {
+    "cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "efficient": "memory-efficient", "flashinfer": "FlashInfer",
+}  # fmt: skip
+_PACKAGES = {"fa4": "flash_attn.cute", "flashinfer": "flashinfer"}  # of the peers that are no part of PyTorch
 _BACKENDS = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}  # PyTorch's backends
 
 Call = Callable[[], Any]  # returns the results: out, or the gradients
 
 
 def missing(peer: str) -> bool:
-    """Whether a peer is missing. All except FlashAttention-4 are part of PyTorch."""
+    """Whether a peer is missing."""
     try:
-        return peer == "fa4" and importlib.util.find_spec("flash_attn.cute") is None
+        return peer in _PACKAGES and importlib.util.find_spec(_PACKAGES[peer]) is None
     except ModuleNotFoundError:
         return True
 
@@ -79,6 +82,30 @@ def fa4(p: Problem, device: str = "cuda") -> Callable[..., Tensor]:
     return attend
 
 
+def _flashinfer(p: Problem, device: str) -> Callable[..., Tensor]:
+    """Its kernel for latent attention on Hopper. What plan() does on the host is not timed."""
+    import torch
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper  # type: ignore[import-not-found]
+
+    def ints(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    each = p.seqlen_k // p.page
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(128 << 20, dtype=torch.uint8, device=device), backend="fa3")
+    wrapper.plan(
+        *(ints(*range(p.batch + 1)), ints(*range(0, p.batch * each + 1, each))),
+        *(ints(*range(p.batch * each)), ints(*[p.seqlen_k] * p.batch)),
+        *(p.heads, p.dim_v, p.dim - p.dim_v, p.page, p.causal, p.dim**-0.5, getattr(torch, p.dtype), getattr(torch, p.dtype)),
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = q[:, :, 0], k[:, 0]
+        found: Tensor = wrapper.run(q[..., : p.dim_v], q[..., p.dim_v :], k[..., : p.dim_v], k[..., p.dim_v :])
+        return found[:, :, None]
+
+    return attend
+
+
 def call(name: str, p: Problem, feature: str, direction: str, inputs: tuple[Tensor, ...], device: str) -> Call:
     """A contestant's call. name: "strobe", one of its engines or a peer; direction: "forward", "backward" or "both"; inputs: p's q, k, v
     and dout."""
@@ -89,6 +116,8 @@ def call(name: str, p: Problem, feature: str, direction: str, inputs: tuple[Tens
         attend = _fa2(p, device)
     elif name in _BACKENDS:
         attend = _sdpa(_BACKENDS[name], p)
+    elif name == "flashinfer":
+        attend = _flashinfer(p, device)
     elif name == "fa4":
         attend = fa4(p, device)
         if not p.lengths:

@@ -62,6 +62,8 @@ def _of_strobe(run: Run, direction: str, compute_capability: int) -> None:
         options["engine"] = run.who
     call = parse("attention", q, k, v, options, [])
     arrays = {name: Shape(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in call.arrays.items()}
+    if run.problem.latent:
+        arrays["v"] = arrays["v"]._replace(within="k")
     for backward in (False,) if direction == "forward" else (False, True):  # a backward needs its forward's results
         with suppress(NotImplementedError):  # reported when it is timed
             prewarm(arrays, call.options, backward, compute_capability)

@@ -29,6 +29,7 @@ class Problem(NamedTuple):
     lengths: tuple[int, ...] = ()  # packed sequences, instead of batch and seqlen
     window: int = 0  # with causal: a query sees this many keys before its own position; 0: all
     page: int = 0  # keys per page, seqlen_k of them for each sequence, also beside packed queries; 0: no pages
+    latent: bool = False  # v is the first dim_v columns of k
 
     def flops(self, backward: bool) -> float:
         """FLOP of two products forward, or of five backward (three with the keys' dimension, two with the values'). A causal call counts
@@ -61,7 +62,8 @@ class Problem(NamedTuple):
             pages = (len(self.lengths) or self.batch) * seqlen_k // self.page
             keys = self._replace(lengths=(), batch=pages, heads=heads_kv, seqlen=self.page, seqlen_k=0, page=0)
             return q, *keys.tensors(device)[1:]
-        return q, normal(heads_kv, seqlen_k, self.dim), normal(heads_kv, seqlen_k, dim_v)
+        k = normal(heads_kv, seqlen_k, self.dim)
+        return q, k, k[..., :dim_v] if self.latent else normal(heads_kv, seqlen_k, dim_v)
 
     def options(self, device: str) -> dict[str, Any]:
         """The options of strobe.attention."""

@@ -30,6 +30,7 @@ TITLES = {
     "quantised": "INT8 and FP8 keys and values, causal, a scale for each key and head, beside bf16: time on the GPU",
     "quantised-int4": "INT4 keys and values, causal, a scale for each key and head, beside bf16: time on the GPU",
     "fp8": "q, k and v in FP8, a scale for each sequence and head, beside bf16",
+    "latent": "Latent attention, D 576, V within K, pages of 64: rates, or bytes of K read",
     "fp32": "fp32",
     "mma": "cuda-mma, S 8k, beside the FlashAttention of the same instructions",
     "deterministic": "What `deterministic` costs",

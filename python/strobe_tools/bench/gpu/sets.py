@@ -244,6 +244,28 @@ def fp8() -> Iterator[Group]:
         yield Group("fp8", "forward", runs, [Row(where, "fp8", base="bf16")])
 
 
+def latent() -> Iterator[Group]:
+    """One query of DeepSeek's heads over a latent cache in pages, beside FlashInfer: FLOP, or where few heads read it, bytes of K. And
+    uneven lengths, beside as many sequences of their mean length."""
+    for batch, keys in ((64, 4096), (16, 16384)):
+        for heads in (8, 16, 32, 64, 128):
+            p = Problem(batch, heads, 1, 576, heads_kv=1, seqlen_k=keys, dim_v=512, page=64, latent=True)
+            work, unit = (None, "TFLOP/s") if heads > 16 else (2.0 * batch * keys * p.dim, "TB/s")
+            runs = {who: Run(who, p, work=work) for who in ("cuda-sm90", "flashinfer", "cuda-mma")}
+            where = {"heads": f"{heads}/1", "batch": batch, "keys": keys}
+            rows = [Row(where, "cuda-sm90", ("flashinfer",)), Row({**where, "beside": "cuda-mma"}, "cuda-sm90", base="cuda-mma")]
+            yield Group("latent", "forward", runs, rows, unit)
+    for heads in (16, 128):
+        p = Problem(64, heads, 1, 576, heads_kv=1, seqlen_k=8192, dim_v=512, page=64, latent=True)
+        keys = sum(uneven_lengths(64, 8192))
+        even = p._replace(seqlen_k=keys // 64 // 64 * 64)
+        runs = {
+            "uneven": Run("cuda-sm90", p, "uneven", 2.0 * keys * 576),
+            "even": Run("cuda-sm90", even, "seqused_k", 2.0 * 64 * even.seqlen_k * 576),
+        }
+        yield Group("latent", "forward", runs, [Row({"heads": f"{heads}/1", "batch": 64, "longest": 8192}, "uneven", base="even")], "TB/s")
+
+
 def step() -> Iterator[Group]:
     """The attention of a training step of gpt3-small, forward and backward."""
     peers = ("cudnn", "fa2", "efficient")
@@ -267,6 +289,7 @@ SETS: dict[str, Callable[[], Iterator[Group]]] = {
     "quantised": quantised,
     "quantised-int4": quantised_int4,
     "fp8": fp8,
+    "latent": latent,
     "fp32": fp32,
     "mma": mma,
     "deterministic": deterministic,
