@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import BlockMask as Blocks
 from .._attention import CONTEXTS
+from .._blockmask import BlockMask as Blocks
 from .._messages import shown
 from ._mask_terms import (
     EVERYTHING,
@@ -33,6 +33,7 @@ from ._mask_terms import (
     term_of,
     value,
 )
+from ._whole_masks import whole_mask
 
 # transformers takes a tensor or a BlockMask of PyTorch as a mask that is ready, and drops or refuses anything else.
 _BlockMask: Any = import_module("torch.nn.attention.flex_attention").BlockMask
@@ -610,8 +611,6 @@ def mask_of(
     q_offset, kv_offset = (x.clone() if isinstance(x, Tensor) else x for x in (q_offset, kv_offset))
     shard = None
     if CONTEXTS:
-        from ._shards import whole_mask
-
         shard, q_length, mask_function, padding = whole_mask(
             (q_length, kv_length), (q_offset, kv_offset), mask_function, padding, torch.device(device)
         )

@@ -17,13 +17,9 @@ import torch
 from torch import Tensor
 
 from .._attention import CONTEXTS
-from ._mask_terms import Term, reads, term_of, value
+from ._whole_masks import INSIDE
 
-_INSIDE = "inside context_parallel()"
 _LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention", "moe", "dense", "sparse"}  # the others are no attention
-_OTHERWISE = (
-    f"attention_mask: a mask function {_INSIDE} that reads a tensor otherwise than as t[..., i]; accepted is one element by its indices"
-)
 _MISSING = object()
 _COUNTING: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # _reason_against_counting() of models
 
@@ -35,7 +31,7 @@ def in_models() -> Iterator[None]:
     if modeling is None or masking is None:
         yield
         return
-    from ._mask_function import mask_of
+    from ._mask_function import mask_of  # they need PyTorch's masks, which not every program does
     from .transformers import attention_forward
 
     model = modeling.PreTrainedModel
@@ -74,11 +70,11 @@ def _with_positions(call: Callable[..., Any]) -> Callable[..., Any]:
         if given.get("position_ids") is None:
             if "position_ids" not in names:
                 accepted = "accepted are models that take position_ids"
-                raise NotImplementedError(f"{type(model).__name__} {_INSIDE}: it would count positions from 0 on each rank; {accepted}")
+                raise NotImplementedError(f"{type(model).__name__} {INSIDE}: it would count positions from 0 on each rank; {accepted}")
             if model not in _COUNTING:
                 _COUNTING[model] = _reason_against_counting(model)
             if why := _COUNTING[model]:
-                raise ValueError(f"position_ids: None {_INSIDE}, {why}; accepted are those of whole sequences, among the context's buffers")
+                raise ValueError(f"position_ids: None {INSIDE}, {why}; accepted are those of whole sequences, among the context's buffers")
             tokens = next(x for x in (given.get("input_ids"), given.get("inputs_embeds"), *given.values()) if isinstance(x, Tensor))
             context = CONTEXTS[-1]
             own = context.sharding.positions(group=context.group).to(tokens.device)[None]
@@ -109,12 +105,12 @@ def _check(model: Any) -> None:
     if known.get(own) is not attention_forward:
         accepted = " and ".join(repr(each) for each, x in known.items() if x is attention_forward)
         how = "model.set_attn_implementation() sets one"
-        raise ValueError(f"attn_implementation: {own!r} of {name} {_INSIDE}; accepted are {accepted}, which see whole sequences ({how})")
+        raise ValueError(f"attn_implementation: {own!r} of {name} {INSIDE}; accepted are {accepted}, which see whole sequences ({how})")
     others = {*(getattr(model.config, "layer_types", None) or ())} - _LAYERS
     if others or getattr(model, "_is_stateful", False):
         layers = f"its layers of type {', '.join(sorted(others))}" if others else "its recurrent layers"
         accepted = "accepted are models whose tokens meet in attention alone"
-        raise NotImplementedError(f"{name} {_INSIDE}: {layers} would see this rank's tokens alone; {accepted}")
+        raise NotImplementedError(f"{name} {INSIDE}: {layers} would see this rank's tokens alone; {accepted}")
 
 
 def _reason_against_counting(model: Any) -> str:
@@ -128,7 +124,7 @@ def _reason_against_counting(model: Any) -> str:
     if not rotary:
         return f"and where {name} begins to count is not known"
     if not all("position_ids" in inspect.signature(type(module).forward).parameters for module in rotary):
-        raise NotImplementedError(f"{name} {_INSIDE}: its rotary positions begin at 0 on each rank, whatever position_ids are")
+        raise NotImplementedError(f"{name} {INSIDE}: its rotary positions begin at 0 on each rank, whatever position_ids are")
     return ""
 
 
@@ -141,7 +137,7 @@ def _check_positions(position_ids: Any) -> None:
     shards = [sharding.shard(whole, -1, rank) for rank in range(sharding.world_size)]
     if all(torch.equal(x, torch.arange(x.shape[-1], device=x.device).expand_as(x)) for x in shards):
         how = "sharding.positions()[None], of the sharding that the context yields, or positions among its buffers"
-        raise ValueError(f"position_ids: they begin at 0 on each rank {_INSIDE}; accepted are those of whole sequences: {how}")
+        raise ValueError(f"position_ids: they begin at 0 on each rank {INSIDE}; accepted are those of whole sequences: {how}")
 
 
 def _of_whole_sequences(found_in: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,59 +149,3 @@ def _of_whole_sequences(found_in: Callable[..., Any]) -> Callable[..., Any]:
         return None if numbers is None else sharding.shard(numbers, -1, group=group)
 
     return packed
-
-
-def whole_mask(
-    lengths: tuple[Any, Any], offsets: tuple[Any, Any], function: Callable[..., Any], padding: Tensor | None, device: torch.device
-) -> tuple[int, int, Callable[..., Any], Tensor | None]:
-    """How many tokens this rank and the sequences have, and a mask's function and padding for positions in whole sequences.
-
-    Args:
-        lengths, offsets: of queries and keys, as transformers asks for them.
-        function: g(b, h, i, j) of this rank's tokens. Tables that it reads by tokens have this rank's.
-        padding: bool (B, tokens), of this rank's tokens or of all.
-    """
-    sharding, group, *_ = CONTEXTS[-1]
-    own, all_tokens = sharding.count(group=group), sharding.seqlen
-    if lengths[0] != own or lengths[1] not in (own, all_tokens) or offsets != (0, 0):
-        got = f"for {lengths[0]} queries and {lengths[1]} keys from {offsets[1]} on"
-        raise NotImplementedError(
-            f"attention_mask: {got} {_INSIDE}; accepted are this rank's {own} tokens, without earlier ones in a cache"
-        )
-    if padding is not None and padding.shape[-1] == own != all_tokens:
-        padding = sharding.unshard(padding, -1, group=group)
-    term = term_of(function, device)
-    if term is None:
-        raise NotImplementedError(
-            f"attention_mask: a mask function {_INSIDE} that asks for a position's number; accepted are operations on it"
-        )
-    whole = _whole_tables(term, own, all_tokens, lambda table: sharding.unshard(table, -1, group=group), [])
-    return own, all_tokens, lambda b, h, i, j: value(whole, {"b": b, "h": h, "i": i, "j": j}), padding
-
-
-def _whole_tables(x: Any, own: int, whole: int, unshard: Callable[[Tensor], Tensor], known: list[tuple[Tensor, Tensor]]) -> Any:
-    """The term with tables of all `whole` tokens in place of those of this rank's `own`: t[..., i], t[..., j] and t[..., f(i)]."""
-    if isinstance(x, tuple):
-        return tuple(_whole_tables(each, own, whole, unshard, known) for each in x)
-    if isinstance(x, Tensor) and x.dim():
-        raise NotImplementedError(_OTHERWISE)
-    if not isinstance(x, Term):
-        return x
-    args = x.args
-    if x.name == "getitem" and isinstance(args[0], Tensor):
-        table, index = args
-        places = index if isinstance(index, tuple) else (index,)
-        if len(places) != table.dim():
-            raise NotImplementedError(_OTHERWISE)
-        last = places[-1]
-        if isinstance(last, Term) and {*reads(last)} & {*"ij"}:
-            if table.shape[-1] not in (own, whole) and last.name in ("i", "j"):
-                accepted = f"accepted are the {own} of this rank, or all {whole}"
-                raise ValueError(f"attention_mask: a mask function {_INSIDE} that reads {table.shape[-1]} tokens' numbers; {accepted}")
-            if table.shape[-1] == own != whole:
-                found = next((other for each, other in known if each is table), None)
-                if found is None:
-                    known.append((table, found := unshard(table.detach())))
-                table = found
-        return Term(x.name, x.function, (table, _whole_tables(index, own, whole, unshard, known)), x.kwargs, x.device)
-    return Term(x.name, x.function, _whole_tables(args, own, whole, unshard, known), x.kwargs, x.device)

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import attention
-from .._attention import CONTEXTS
+from .._attention import CONTEXTS, attention
 from .._messages import TRANSFORMERS_EXTRA, kind, needed_by
 from .._tensor_checks import misplaced
 from ._mask_function import MaskFunction, checked_sequences, mask_of
@@ -108,11 +107,7 @@ def attention_forward(
         if packed is None and causal is True and (attention_mask is not None or (_is_single(query) and not CONTEXTS)):
             causal = False  # a mask replaces causal, and a single query sees all keys
         hidden = {**_masks(attention_mask, position_bias), "causal": causal, "alignment": "top_left"}
-    attend: Callable[..., Any] = attention
-    if CONTEXTS:
-        from ..distributed import attention as of_ranks
-
-        attend = of_ranks
+    attend: Callable[..., Any] = CONTEXTS[-1].attention if CONTEXTS else attention
     if packed is None:
         out = called(names, attend, q=query, k=key, v=value, **hidden, **options)
         return out.transpose(1, 2).contiguous(), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -56,7 +57,8 @@ class Context(NamedTuple):
     sharding: Sharding
     group: ProcessGroup
     method: str | None
-    whole_keys: frozenset[int] = frozenset()  # lengths of keys that are not sharded
+    whole_keys: frozenset[int]  # lengths of keys that are not sharded
+    attention: Callable[..., Any]  # attention(), for modules that this one is built on
 
 
 class ParsedCall(NamedTuple):

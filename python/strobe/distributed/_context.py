@@ -80,7 +80,7 @@ def context_parallel(
         raise
     before = [x.data for x in given]
     own, of_module, fast = F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
-    CONTEXTS.append(Context(sharding, group, method, lengths))
+    CONTEXTS.append(Context(sharding, group, method, lengths, attention))
     try:
         for x, dim in zip(given, dims, strict=True):
             x.data = sharding.shard(x.data, dim, group.rank()).contiguous()
