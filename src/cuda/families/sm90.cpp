@@ -20,6 +20,7 @@
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
 #include "cuda/program/tiles.h"
+#include "score/program.h"
 
 namespace strobe::cuda {
 
@@ -268,12 +269,14 @@ Problem of_key_heads(Problem p, int64_t first, int64_t count) {
   };
   const std::initializer_list<View *> of_keys = {&p.k, &p.v, &p.k_scale, &p.v_scale};
   for (View *x : of_keys) move(*x, first);
-  for (View *x : {&p.q, &p.out, &p.lse, &p.mask, &p.bias, &p.alibi_slopes, &p.sinks}) move(*x, first * p.group());
+  for (View *x : {&p.q, &p.out, &p.lse, &p.mask, &p.bias, &p.sinks}) move(*x, first * p.group());
   p.heads = count * p.group(), p.heads_kv = count;
   return p;
 }
 // Whether a head's results depend on its number.
-bool numbers_heads(const Problem &p) { return p.dropout > 0 || features_of(p).program || p.blocks.heads > 1; }
+bool numbers_heads(const Problem &p) {
+  return p.dropout > 0 || features_of(p).program || p.captured[score::kSlopesRead] || p.blocks.heads > 1;
+}
 
 // The sequences of a call by their queries, as far as the host knows: `many` have at least `least` queries each, `few` have fewer.
 struct Sequences {
