@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import distributed_functions as functions
 import strobe
 from cases import Inputs
 from check import Yardstick
@@ -104,6 +105,30 @@ def test_bits_do_not_depend_on_the_world(ranks, kind):
 @pytest.mark.parametrize("way", ["", "checkpoint", "compile", "autocast"])
 def test_ways_to_call(ranks, way, method):
     assert_within_the_contract(joined("zigzag", WORLD, ranks.run(shared, WORLD, "zigzag", way, {"method": method})))
+
+
+class OnGpu(functions.Case):
+    def learn(self, name: str, x: Tensor) -> Tensor:
+        return super().learn(name, x.cuda())
+
+
+def with_functions(group: dist.ProcessGroup, method: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    case, sharding = OnGpu("causal", torch.float32), Sharding.zigzag(functions.S, group.size())
+    given = [sharding.shard(x, 2, group.rank()).cuda() for x in functions.tensors(case, dtype)]
+    found = functions.differentiated(strobe.distributed.attention, given, case, sharding=sharding, group=group, method=method)
+    return {name: x.cpu() for name, x in found.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_functions_see_the_whole_problem(ranks, method, dtype):
+    """Forward, and the gradients of what the function reads: of each query, of i - j and of a table."""
+    found = functions.joined("causal", "zigzag", ranks.run(with_functions, WORLD, method, dtype), torch.float32)
+    case = functions.Case("causal", torch.float64)
+    expected = functions.differentiated(strobe.attention, [x.double() for x in functions.tensors(case, dtype)], case)
+    for name, right in expected.items():
+        off, size = float((found[name].double() - right).abs().max()), float(right.abs().max())
+        assert off <= {torch.float32: 2e-5, torch.bfloat16: 3e-2}[dtype] * size, f"{name}: error {off:.3g} of {size:.3g}"
 
 
 def replayed(group: dist.ProcessGroup, method: str) -> list[Tensor]:
