@@ -8,8 +8,8 @@
 #pragma once
 
 #if __cplusplus < 202002L
-#error "strobe.hpp needs C++20: compile with -std=c++20, or include strobe.h"
-#endif
+#error "strobe.hpp needs C++20: compile with -std=c++20 (CMake: target_compile_features(... cxx_std_20)), or include strobe.h"
+#else // this alone is said
 
 #include <algorithm>
 #include <array>
@@ -496,3 +496,5 @@ inline std::vector<EngineInfo> engines() {
 
 } // namespace api
 } // namespace strobe
+
+#endif

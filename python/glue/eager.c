@@ -598,6 +598,7 @@ static int prepare_alike(struct prepared_call *r, const struct prepared_call *of
                 given[i].strides, forms[3 * i + 2]);
   for (int n = 0; n < of->made_count; n++) {
     const int like = likes[2 * n], wide = likes[2 * n + 1], at = count + n;
+    if (given[like].rank != 4 || (wide != PER_ROW && given[wide].rank != 4)) return 0;
     int64_t shape[4], strides[4];
     const int rank = lay_out(&given[like], forms[3 * like + 2], wide == PER_ROW ? -1 : given[wide].shape[3], shape, strides);
     glue.tensor(&tensors[at], NOWHERE * (uintptr_t)(1 + n), forms[3 * at], forms[3 * at + 1], r->device_index, rank, shape, strides,

@@ -10,6 +10,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 import strobe
+from emulated import output
 from strobe_tools.cli import app, check, report
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,38 @@ def test_the_file_has_the_form_of_the_record(tmp_path, monkeypatch):
     assert found["machine"]["Strobe"] == strobe.__version__
     assert any(line.startswith("driver: ") for line in found["machine"]["CUDA"])
     assert found["speed"] == []
+
+
+ON_EMULATED_GPU = """
+import sys, contextlib, torch, strobe
+from device import running_on
+from strobe_tools.cli import check, report
+
+def here(call):
+    def on_gpu(*arrays, **options):
+        with running_on(options["engine"]):
+            return call(*arrays, **options)
+    return on_gpu
+
+# CPU tensors are the emulated GPU's memory, this process is its only one, and of its speed nothing is said.
+strobe.attention, strobe.attention_backward = here(strobe.attention), here(strobe.attention_backward)
+moved = check._on
+check._on = lambda device, problem: moved("cpu", problem)
+check._mapping = lambda device: contextlib.nullcontext(map)
+torch.cuda.get_device_name = lambda: "emulated"
+report.device, report.speeds = lambda: "cuda", lambda console: []
+report.cover = lambda cases: [case for case in cases if case.dtype == "bfloat16" and case.shape == "square" and case.extra == "none"][:2]
+check.command(["--report", sys.argv[1], "--engine", "cuda-simt", "--engine", "cuda-mma"], standalone_mode=False)
+"""
+
+
+def test_a_report_of_an_emulated_gpu(tmp_path):
+    output(ON_EMULATED_GPU, str(tmp_path / "report.json"), CC="80")
+    found = json.loads((tmp_path / "report.json").read_text())
+    part = found["parts"]["check"]
+    assert (part["device"], part["passed"], part["failed"], part["status"]) == ("emulated", 4, 0, 0)
+    assert part["engines"] == {name: {"passed": 2, "failed": 0, "not taken": 0} for name in ("cuda-simt", "cuda-mma")}
+    assert any(line.startswith("device 0: emulated sm_80, sm_80") for line in found["machine"]["CUDA"])
 
 
 def test_a_wrong_result_is_in_the_file(tmp_path, monkeypatch):

@@ -66,6 +66,23 @@ ForwardArguments launched() {
 
 } // namespace
 
+TEST_CASE("prepared on a GPU: the engine is the one that explain() chooses, which asks all of them") {
+  const Compiling c;
+  for (int64_t queries : {1, 40, 1024, 6000})
+    for (int64_t keys : {128, 5000})
+      for (int mode = 0; mode < 4; mode++) {
+        CallOnGpu call(queries, keys);
+        call.attention.engine = mode == 3 ? "cuda-simt" : nullptr;
+        call.attention.causal = mode == 1, call.attention.invariant = mode == 2;
+        strobe_plan plan{};
+        plan.size = sizeof plan;
+        REQUIRE(strobe_make_plan(&call.attention, &call.tensors, &call.execution, STROBE_FORWARD, &plan) == STROBE_OK);
+        char words[1 << 14];
+        REQUIRE(strobe_explain(&call.attention, &call.tensors, &call.execution, STROBE_FORWARD, words, sizeof words, nullptr) == STROBE_OK);
+        CHECK(has(words, std::string("\nchoice\n  ") + plan.engine + " "));
+      }
+}
+
 TEST_CASE("prepared on a GPU: the launch of the whole call, but for addresses and stream") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
