@@ -32,6 +32,7 @@ struct Config {
   i32 invariant;
   i32 packed;        // query heads of a key head share a query tile: rows.h
   i32 stored_stages; // quantised K and V: tiles as they are stored, of K or V, in shared memory at a time (stored.h)
+  i32 page_rows;     // keys in pages: how many rows one copy loads, 16 or more, which lie in one page
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
