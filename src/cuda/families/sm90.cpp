@@ -263,7 +263,8 @@ struct Sequences {
 };
 Sequences sequences_of(const Problem &p) {
   const int64_t longest = std::max<int64_t>(1, p.longest_q());
-  Sequences s{.least = div_up(kRowsThatShareKeys, p.group()), .many = p.batch, .few = 0, .mean_of_few = 1, .mixed = false};
+  Sequences s{
+      .least = std::max<int64_t>(2, div_up(kRowsThatShareKeys, p.group())), .many = p.batch, .few = 0, .mean_of_few = 1, .mixed = false};
   if (!p.varlen || p.total_q >= p.batch * longest) return s;
   s.mixed = true;
   s.many = std::clamp<int64_t>(p.total_q / longest + (p.total_q % longest >= s.least), 1, p.batch), s.few = p.batch - s.many;

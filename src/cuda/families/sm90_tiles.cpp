@@ -150,8 +150,8 @@ Config with(Config c, const ForwardTile &t) {
   return c;
 }
 
-// How many rows of a page one copy loads. Tiles begin at multiples of kRowsOfPage; but without a window or blocks at multiples of tile_k, so
-// that the single warp which loads quantised keys can ask for more rows at a time.
+// How many rows of a page one copy loads. Tiles begin at multiples of kRowsOfPage; but without a window or blocks at multiples of tile_k,
+// so that the single warp which loads quantised keys can ask for more rows at a time.
 int32_t page_rows(const Problem &p, int32_t tile_k) {
   if (!p.page_size) return 0;
   int32_t rows = kRowsOfPage;
