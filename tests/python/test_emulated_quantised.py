@@ -95,6 +95,26 @@ CALLS = {
     "scales of columns": {"kind": ("int8", "float16", 64), "shape": (2, 1, 100, 200, 128, 128), "options": SQUARE},
     "pages": {"kind": ("float8", "float32"), "shape": (4, 2, 100, 320, 128, 128), "page": 32, "options": WIDE | {"causal": True}},
     "pages, scales of columns": {"kind": ("int4", "float32", 32), "shape": (2, 2, 60, 256, 128, 64), "page": 64, "options": SQUARE},
+    "large pages, one of which is missing": {
+        "kind": ("float8", "float16"),
+        "shape": (4, 2, 20, 320, 128, 64),
+        "page": 64,
+        "missing": [[0, 2], [1, 0]],
+        "options": {"tile_q": 64, "tile_k": 64, "seqused_k": [300, 70], "causal": True},
+    },
+    "pages, half a tile each": {
+        "kind": ("int8", "float32"),
+        "shape": (2, 2, 60, 320, 128, 128),
+        "page": 32,
+        "missing": [[1, 4]],
+        "options": SQUARE | {"seqused_k": [300, 199]},
+    },
+    "large pages and a window": {
+        "kind": ("int4", "float32"),
+        "shape": (2, 1, 60, 320, 128, 128),
+        "page": 64,
+        "options": {"tile_q": 64, "tile_k": 64, "window": [101, 3]},
+    },
     "pages, uneven": {
         "kind": ("int8", "float16"),
         "shape": (4, 2, 20, 320, 128, 128),

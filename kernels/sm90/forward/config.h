@@ -36,6 +36,7 @@ struct Config {
   i32 stored_stages; // quantised K and V: tiles as they are stored, of K or V, in shared memory at a time (stored.h)
   i32 eight_bits;    // Q, K and V are E4M3, and are multiplied as they are stored, which is V's tiles alone (eight_bits.h)
   i32 scaled_rows;   // with eight_bits: kScaledKeys | kScaledQueries, whose scales differ within a head
+  i32 page_rows;     // keys in pages: how many rows one copy loads, 16 or more, which lie in one page
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }

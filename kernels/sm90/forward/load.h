@@ -330,7 +330,7 @@ template <Config C> struct Load {
       mbarrier_expect(shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u));
       if constexpr (C.bias_by_tma) load_bias(item, tile.begin);
     }
-    rows.template load<kN, C.columns()>(a.tma_k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), kv);
+    rows.template load<kN, C.columns(), C.page_rows>(a.tma_k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), kv);
     k.advance();
   }
   // Loads a tile of the bias, which arrives together with K.
@@ -376,7 +376,8 @@ template <Config C> struct LoadV {
         rows.settle(in);
         mbarrier_wait(shared.v_empty(stage.index), stage.parity ^ 1);
         if (elected()) mbarrier_expect(shared.v_full(stage.index), C.v_bytes());
-        rows.template load<C.tile_k, C.columns_v()>(a.tma_v, shared.v_full(stage.index), shared.v + stage.index * C.v_bytes(), kv);
+        rows.template load<C.tile_k, C.columns_v(), C.page_rows>(a.tma_v, shared.v_full(stage.index), shared.v + stage.index * C.v_bytes(),
+                                                                 kv);
         stage.advance();
       } while (more);
     }

@@ -35,23 +35,24 @@ struct PagedRows {
     if (lacks) row = (i32)in.pages.size.by;
     return __ballot_sync(0xFFFFFFFFu, lacks);
   }
-  // Loads the tile: kN rows of kColumns columns.
-  template <int kN, int kColumns> __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 head) const {
+  // Loads the tile: kN rows of kColumns columns, kRows rows at a time.
+  template <int kN, int kColumns, int kRows>
+  __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 head) const {
     const i32 page = (i32)entry * x.batch_step;
     // kBoxes limits how many boxes are issued without a break: there are no registers for more.
-    constexpr int kGroups = kN / kCount, kBoxes = 6, kTogether = min(4, max(1, kBoxes * 64 / kColumns));
+    constexpr int kGroups = kN / kRows, kEach = kRows / kCount, kBoxes = 6, kTogether = min(4, max(1, kBoxes * 64 / kColumns));
 #pragma unroll
     for (int n = 0; n < kGroups; n += kTogether) {
       i32 row_of[kTogether], page_of[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether && n + i < kGroups; ++i)
-        row_of[i] = __shfl_sync(0xFFFFFFFFu, row, n + i), page_of[i] = __shfl_sync(0xFFFFFFFFu, page, n + i);
+        row_of[i] = __shfl_sync(0xFFFFFFFFu, row, kEach * (n + i)), page_of[i] = __shfl_sync(0xFFFFFFFFu, page, kEach * (n + i));
       if (elected()) {
 #pragma unroll
         for (int i = 0; i < kTogether && n + i < kGroups; ++i) {
 #pragma unroll
           for (int c = 0; c < kColumns; c += 64)
-            tma_load(address + (kN * (c / 64) + kCount * (n + i)) * kRowBytes, x.map, full, c, row_of[i], head * x.head_step, page_of[i]);
+            tma_load(address + (kN * (c / 64) + kRows * (n + i)) * kRowBytes, x.map, full, c, row_of[i], head * x.head_step, page_of[i]);
         }
       }
       __syncwarp();

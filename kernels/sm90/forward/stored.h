@@ -47,7 +47,7 @@ struct StoredRows<C> {
       : begin(begin), count(end - begin), rows(in, b, begin, end) {}
   __device__ __forceinline__ i32 settle(const Inputs &in) { return (i32)rows.settle(in); }
   template <int kColumns> __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 to, i32, i32 head, i32) const {
-    rows.template load<C.tile_k, kColumns>(x, full, to, head);
+    rows.template load<C.tile_k, kColumns, C.page_rows>(x, full, to, head);
   }
   __device__ __forceinline__ i64 scale(const Inputs &in, const Operand &x, i32, i32, i32 j, i32 group = 1) const {
     const i32 row = __shfl_sync(0xFFFFFFFFu, rows.row, j / PagedRows::kCount) + j % PagedRows::kCount; // past the page if that is missing

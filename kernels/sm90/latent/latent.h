@@ -12,7 +12,7 @@ template <Config C> struct Latent {
   using Arguments = LatentArguments;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
   static constexpr int kRegistersLoad = 40, kRegistersCompute = 232; // of a thread that loads, and of one that computes
-  static_assert(!C.features.blocks && !C.features.mask && !C.features.bias && !C.features.alibi && !C.features.dropout &&
+  static_assert(!C.features.blocks && !C.features.mask && !C.features.bias && !C.features.penalty && !C.features.dropout &&
                 !C.features.part && !C.features.quant && !C.features.program && !(C.invariant && C.uneven));
 
   static __device__ __forceinline__ void run(const Arguments &a) {

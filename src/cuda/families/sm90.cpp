@@ -46,8 +46,6 @@ int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   return p.wishes.bundle ? std::clamp<int64_t>(p.wishes.bundle, 1, std::max<int64_t>(1, heads)) : even_bundle(heads, size);
 }
 
-constexpr int32_t kRowsOfPage = 16; // how many rows of a page one copy loads; key tiles begin at multiples of this
-
 // The reason why an invariant call is refused: a query's bits would depend on the queries beside it. Empty if the call is accepted.
 std::string against_invariant(const Problem &p, const Config &c) {
   if (p.bias) return "is not invariant with a bias: a tile that is computed again takes other roundings";
@@ -173,7 +171,7 @@ void order_items(HopperForwardArguments &a, const Problem &p, const Work &work) 
 
 void map_operands(HopperForwardArguments &a, const Problem &p, const Config &c, const Work &work) {
   a.tma_q = mapped_queries(p, p.q, p.head_dim, i32(work.rows.queries), i32(work.rows.heads));
-  const int32_t keys = p.page_size ? kRowsOfPage : c.tile_k;
+  const int32_t keys = p.page_size ? c.page_rows : c.tile_k;
   a.tma_k = mapped_keys(p, p.k, p.stored(p.head_dim), keys), a.tma_v = mapped_keys(p, p.v, p.stored(p.head_dim_v), keys);
   if (!c.bias_by_tma) return;
   map_bias(a, p, 64, c.bias_bytes(), c.tile_k);
@@ -285,7 +283,8 @@ struct Sequences {
 };
 Sequences sequences_of(const Problem &p) {
   const int64_t longest = std::max<int64_t>(1, p.longest_q());
-  Sequences s{.least = div_up(kRowsThatShareKeys, p.group()), .many = p.batch, .few = 0, .mean_of_few = 1, .mixed = false};
+  Sequences s{
+      .least = std::max<int64_t>(2, div_up(kRowsThatShareKeys, p.group())), .many = p.batch, .few = 0, .mean_of_few = 1, .mixed = false};
   if (!p.varlen || p.total_q >= p.batch * longest) return s;
   s.mixed = true;
   s.many = std::clamp<int64_t>(p.total_q / longest + (p.total_q % longest >= s.least), 1, p.batch), s.few = p.batch - s.many;

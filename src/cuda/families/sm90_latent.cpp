@@ -48,7 +48,7 @@ std::string against(const Problem &p, const Features &f) {
                 " and ", p.head_dim_v);
   for (const auto &[there, option] : {std::pair{f.mask != 0, "a mask"},
                                       {f.bias != 0, "a bias"},
-                                      {f.alibi != 0, "ALiBi"},
+                                      {f.penalty != 0, "ALiBi"},
                                       {f.dropout != 0, "dropout"},
                                       {f.blocks != 0, "block sparsity"},
                                       {f.part != 0, "parts of a larger problem"},

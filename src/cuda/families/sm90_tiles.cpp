@@ -176,6 +176,16 @@ Config with(Config c, const ForwardTile &t) {
   return c;
 }
 
+// How many rows of a page one copy loads. Tiles begin at multiples of kRowsOfPage; but without a window or blocks at multiples of tile_k,
+// so that the single warp which loads quantised keys can ask for more rows at a time.
+int32_t page_rows(const Problem &p, int32_t tile_k) {
+  if (!p.page_size) return 0;
+  int32_t rows = kRowsOfPage;
+  if (p.quantised() && p.window_left == kUnbounded && !p.blocks.present)
+    while (p.page_size % (2 * rows) == 0 && tile_k % (2 * rows) == 0) rows *= 2;
+  return rows;
+}
+
 // How many scores tiles of the shape `rows` compute in one sequence. others: other sequences have other lengths; the sequence's last tile
 // then counts as half full.
 double computed(const Problem &p, const Config &c, const HeadsOfTile &rows, int64_t seqlen_q, int64_t seqlen_k, bool others) {
@@ -270,7 +280,10 @@ std::optional<Config> choose_tile(const Problem &p, const Device &device) {
     if (!first) first = &t;
     return t.most_dim == first->most_dim && t.most_dim_v == first->most_dim_v ? cost(t.suits, p, c, device) : kCannotRun;
   });
-  return best ? std::optional(with(any, *best)) : std::nullopt;
+  if (!best) return {};
+  Config c = with(any, *best);
+  c.page_rows = page_rows(p, c.tile_k);
+  return c;
 }
 
 } // namespace strobe::cuda

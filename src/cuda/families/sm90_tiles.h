@@ -8,6 +8,7 @@
 
 namespace strobe::cuda {
 
+constexpr int32_t kRowsOfPage = 16;        // pages have multiples of so many rows; key tiles begin at multiples of it
 constexpr int64_t kLeastKeysOfSplit = 512; // if keys are split over thread blocks, a split has at least this many keys
 
 // The tile with the least predicted time among those made for such heads; if a tile is requested, the nearest that fits. Invariant: the
