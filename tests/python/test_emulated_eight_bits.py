@@ -12,7 +12,8 @@ CALL = """
 import json, sys
 import torch, strobe
 from cases import call
-from check import Yardstick, run
+from check import Yardstick
+from device import running_on
 from quantising import Kind, quantised, quantised_queries
 
 given = json.loads(sys.argv[1])
@@ -51,8 +52,9 @@ handed = inputs.handed()
 more = dict(handed.options)
 for name in ("v_scale",) if scales == "rows" else ("q_scale", "k_scale", "v_scale"):
     more[name] = shared(more[name])
-out, lse = strobe.attention(handed.q, handed.k, handed.v, **more, **how, engine="cuda-sm90", return_lse=True)
-said = strobe.explain(handed.q, handed.k, handed.v, **more, **how, engine="cuda-sm90")
+with running_on("cuda-sm90"):
+    out, lse = strobe.attention(handed.q, handed.k, handed.v, **more, **how, engine="cuda-sm90", return_lse=True)
+    said = strobe.explain(handed.q, handed.k, handed.v, **more, **how, engine="cuda-sm90")
 assert "products of float8_e4m3fn" in said, said
 faults = yardstick.faults({"out": out.cpu(), "lse": lse.cpu()}, "cuda-sm90")
 assert not faults, faults
