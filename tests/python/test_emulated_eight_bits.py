@@ -120,3 +120,29 @@ assert (out - expected).abs().max() < 2**-5, (out - expected).abs().max()
 def test_a_needle_in_short_sums(d, keys):
     """Sums are truncated as Hopper's are. Without promotion, P V of many keys that weigh little would stop growing."""
     output(NEEDLE, str(d), str(keys), FEW_BITS="1")
+
+
+DESCALES = """
+import torch, strobe
+from device import running_on
+from strobe.compat import _eight_bits, flash_attn_3
+
+_eight_bits.on_gpu = lambda x: True
+torch.manual_seed(0)
+fp8 = torch.float8_e4m3fn
+q, k, v = (torch.randn(2, n, h, 64).to(fp8) for n, h in ((70, 4), (150, 2), (150, 2)))
+descales = [torch.rand(2, 2) + 1 for _ in range(3)]
+names = ("q_descale", "k_descale", "v_descale")
+with running_on("cuda-sm90"):
+    out, lse = flash_attn_3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **dict(zip(names, descales)))
+whole = [x.double() * s.double().repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None] for x, s in zip((q, k, v), descales)]
+expected, expected_lse = strobe.reference(*whole, causal=True, layout="bshd")
+assert out.dtype == torch.bfloat16
+error = (out.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+assert 0.005 < error < 0.04, error  # that of P in E4M3
+assert (lse.double() - expected_lse).abs().max() < 1e-4
+"""
+
+
+def test_descales_of_flash_attention_3():
+    output(DESCALES)
