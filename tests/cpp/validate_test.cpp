@@ -353,11 +353,11 @@ TEST_CASE("validate: what host memory holds") {
     make_quantised(c, DType::e4m3, false, make_dense);
     c.add("q", DType::e4m3, {B, H, Sq, D}), c.add("q_scale", DType::f16, {B, H, Sq}), c.add("out", DType::bf16, {B, H, Sq, Dv});
   };
-  Call call;
-  eight_bits(call, Direction::forward);
-  CHECK(call.validated().dtype == DType::bf16);
-  call.add("q_scale", DType::f32, {H});
-  CHECK(call.validated().quantised_queries());
+  Call in_eight_bits;
+  eight_bits(in_eight_bits, Direction::forward);
+  CHECK(in_eight_bits.validated().dtype == DType::bf16);
+  in_eight_bits.add("q_scale", DType::f32, {H});
+  CHECK(in_eight_bits.validated().quantised_queries());
   expect_each(eight_bits, Direction::forward,
               {{"q_scale: dtype float64; accepted is float16, float32", dtype("q_scale", DType::f64)},
                {"q_scale: rank 2; accepted is rank 3, (B, H, Sq)", [](Call &c) { c["q_scale"].rank = 2; }},
