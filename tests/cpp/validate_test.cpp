@@ -350,6 +350,21 @@ TEST_CASE("validate: what host memory holds") {
                 [](Call &c) { c.add("k", DType::f32, {B, Hkv, Sk, D}), c.add("v", DType::i8, {B, Hkv, Sk, Dv}); }},
                {"k: dtype int8; accepted is float32",
                 [](Call &c) { c.drop("k_scale"), c.drop("v_scale"), c.add("v", DType::f32, {B, Hkv, Sk, Dv}); }}});
+  const Make eight_bits = [](Call &c, Operation) {
+    make_quantised(c, DType::e4m3, false, make_dense);
+    c.add("q", DType::e4m3, {B, H, Sq, D}), c.add("q_scale", DType::f16, {B, H, Sq}), c.add("out", DType::bf16, {B, H, Sq, Dv});
+  };
+  Call in_eight_bits;
+  eight_bits(in_eight_bits, Operation::forward);
+  CHECK(in_eight_bits.validated().dtype == DType::bf16);
+  in_eight_bits.add("q_scale", DType::f32, {H});
+  CHECK(in_eight_bits.validated().quantised_queries());
+  expect_each(eight_bits, Operation::forward,
+              {{"q_scale: dtype float64; accepted is float16, float32", dtype("q_scale", DType::f64)},
+               {"q_scale: rank 2; accepted is rank 3, (B, H, Sq)", [](Call &c) { c["q_scale"].rank = 2; }},
+               {"q: dtype float32; accepted is float8_e4m3fn", [](Call &c) { c.add("q", DType::f32, {B, H, Sq, D}); }},
+               {"k: dtype int8; accepted is float8_e4m3fn", dtype("k", DType::i8)},
+               {"out: dtype float32; accepted is float16, bfloat16", [](Call &c) { c.add("out", DType::f32, {B, H, Sq, Dv}); }}});
   expect_each(make_dense, Operation::forward,
               {{"k_scale_group: 32 without k_scale; accepted is 0", set(&strobe_attention::k_scale_group, int64_t{32})}});
   expect_each(by_column, Operation::forward,

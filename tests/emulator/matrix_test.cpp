@@ -1,5 +1,6 @@
 // Matrices that lie in memory row by row: ldmatrix, mma.sync and wgmma must give their plain product.
 #include "lone_warp.h"
+#include "numbers.h"
 
 using namespace strobe::emulator;
 using namespace strobe::emulator::test;
@@ -174,8 +175,8 @@ TEST_CASE("emulator: wgmma of FP8, A in registers and in rows, and sums that kee
     w.set_wide(110, descriptor(kA + 64, 16)), w.set_wide(112, descriptor(kB + 64, 16));
     for (uint32_t i = 0; i < kColumns / 2; i++) w.set(i, std::bit_cast<uint32_t>(1.0f));
     w.words(120)[0] = kAllLanes;
-    const std::vector<Operand> operands{vector(0, kColumns / 2), registers ? vector(100, 4) : wide(110), wide(112), predicate(120),
-                                        immediate(1),            immediate(1)};
+    const std::vector<Operand> operands{
+        vector(0, kColumns / 2), registers ? vector(100, 4) : wide(110), wide(112), predicate(120), immediate(1), immediate(1)};
     const auto multiply = [&] { w.run("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3", operands); };
     multiply();
     for (uint32_t i = 0; i < kColumns / 2; i++)
@@ -193,8 +194,8 @@ TEST_CASE("emulator: wgmma of FP8, A in registers and in rows, and sums that kee
         for (uint32_t k = 0; k < kInner; k++) sum += a(16 + row_of(lane, i), k) * b(column_of(lane, i), k);
         return sum;
       };
-      REQUIRE(w.number(0, lane) == 0x1p20f);                    // products below 2^7 are cut off
-      REQUIRE(w.number(1, lane) == static_cast<float>(of(1)));  // they are whole beside small sums
+      REQUIRE(w.number(0, lane) == 0x1p20f);                   // products below 2^7 are cut off
+      REQUIRE(w.number(1, lane) == static_cast<float>(of(1))); // they are whole beside small sums
     }
   }
 }

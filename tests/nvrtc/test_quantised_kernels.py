@@ -17,6 +17,7 @@ OPTIONS = {
 }
 STORED = ("int8", "float8_e4m3fn", "uint8", "float8_e5m2")
 SPILLS = {"cuda-sm90": 112}  # bytes: by the warp that loads, once for each tile
+SPILLS_OF_PRODUCTS = 12  # bytes, likewise
 CASES = [(o, STORED[n % 4]) for n, o in enumerate(OPTIONS)]  # make test-long takes all combinations
 if LONG:
     CASES = [(o, stored) for o in OPTIONS for stored in STORED]
@@ -54,4 +55,31 @@ def test_it_compiles_without_spills(arch, engine, dtype, dims, sq, options, stor
     kernels = prewarm(arrays, fields | {"engine": engine, "k_scale_group": group}, False, arch)
     for kernel in kernels:
         assert kernel.spilled <= SPILLS.get(engine, 0), kernel
+        assert not kernel.serialized, kernel
+
+
+@pytest.mark.parametrize(("dims", "scales", "options"), [
+    ((128, 128), "heads", "nothing"),
+    ((128, 128), "rows", "pages"),
+    ((64, 64), "rows", "softcap"),
+    ((64, 64), "heads", "ALiBi and dropout"),
+    ((192, 128), "heads", "mask and bias"),
+])  # fmt: skip
+def test_fp8_products_compile_without_spills(dims, scales, options):
+    arrays, fields = OPTIONS[options]
+    rows, (d, dv) = (200, HKV, PAGE) if "page_table" in arrays else (B, HKV, SK), dims
+    of_rows = scales == "rows"
+    arrays = {
+        "q": Shape((B, 16, 500, d), "float8_e4m3fn"),
+        "k": Shape((*rows, d), "float8_e4m3fn"),
+        "v": Shape((*rows, dv), "float8_e4m3fn"),
+        "q_scale": Shape((B, 16, 500) if of_rows else (16,), "float32"),
+        "k_scale": Shape(rows if of_rows else (HKV,), "float16"),
+        "v_scale": Shape((HKV,), "float32"),
+        **arrays,
+    }
+    kernels = prewarm(arrays, fields | {"engine": "cuda-sm90"}, False, 90)
+    assert not [kernel for kernel in kernels if "DequantiseQueries" in kernel.name]
+    for kernel in kernels:
+        assert kernel.spilled <= SPILLS_OF_PRODUCTS, kernel
         assert not kernel.serialized, kernel

@@ -69,7 +69,8 @@ def taken_by(engine: str, call: Call) -> bool:
         with running_on(engine):
             for backward in (False,) if call.handed else (False, True):
                 k, v, options = (call.handed.k, call.handed.v, call.handed.options) if call.handed else (call.k, call.v, call.options)
-                text = strobe.explain(call.q, k, v, backward=backward, engine=engine, aux=call.aux, **options)
+                q = call.handed.q if call.handed and call.handed.q is not None else call.q
+                text = strobe.explain(q, k, v, backward=backward, engine=engine, aux=call.aux, **options)
                 if "no engine takes" in text or "cannot take this problem" in text:
                     return False
     except NotImplementedError:
@@ -105,7 +106,8 @@ def run(call: Call, engine: str | None) -> Results:
 
 def _run_forward(call: Call, handed: Handed, engine: str | None) -> Results:
     with running_on(engine):
-        found = strobe.attention(call.q, handed.k, handed.v, **handed.options, engine=engine, return_lse=True, aux=call.aux)
+        q = call.q if handed.q is None else handed.q
+        found = strobe.attention(q, handed.k, handed.v, **handed.options, engine=engine, return_lse=True, aux=call.aux)
     results = {"out": found[0], "lse": found[1]} | {name: getattr(found, name) for name in call.aux}
     if call.packing and call.words["page"] and "column_sums" in results:  # (B, H, Sk)
         results["column_sums"] = call.packing.pack(results["column_sums"], True, 0.0)

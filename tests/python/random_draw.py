@@ -17,7 +17,7 @@ from torch import Tensor
 import strobe
 from device import ON_GPU
 from paging import in_pages
-from quantising import SCALES, Kind, Quantised, group_of, quantised
+from quantising import KINDS, SCALES, Kind, Quantised, group_of, quantised, quantised_queries
 from random_dense import Dense, Packing, places, visible
 from random_function import Function, Placed, draw_function, draw_mask, fill
 
@@ -58,11 +58,12 @@ class Call:
 
 @dataclass
 class Handed:
-    """The values that replace k, v and the options."""
+    """The values that replace k, v, the options and, if it is not None, q."""
 
     k: Tensor
     v: Tensor
     options: dict[str, Any]
+    q: Tensor | None = None
 
 
 def _log_uniform(rng: random.Random, low: float, high: float) -> float:
@@ -140,6 +141,8 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None, functions:
         even = o["d"] % 2 == 0 and o["dv"] % 2 == 0
         stored = rng.choice(["int8", "float8", "e5m2", "int4"] if even else ["int8", "float8", "e5m2"])
         o["quant"] = Kind(stored, rng.choice([*SCALES]), rng.choice([None, None, 32, 64, 128, 32 * rng.randint(1, 9)]))
+        if stored == "float8" and o["dtype"] in ("float16", "bfloat16"):
+            o["quant"] = o["quant"]._replace(queries=rng.random() < 0.5)
         o["flags"] = [name for name in o["flags"] if name != "deterministic"]
     of_score, of_mask = rng.random(), rng.random()
     o["functions"] = [
@@ -431,6 +434,8 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     quant = None
     if o["quant"]:
         quant, k, v = _quantised(o, packing, k, v)
+        if o["quant"].queries:
+            quant.q, quant.q_scale, q = quantised_queries(q)
     lse = rng.choice(["none", "returned", "gradient", "gradient"])
     dlse = values.normal(*((s.h, s.total_q) if packing else (s.b, s.h, s.sq))).to(wide) if lse == "gradient" else None
 
@@ -618,7 +623,12 @@ def _handed(
             x.k, x.v = x.k.transpose(1, 2), x.v.transpose(1, 2)
     row = 0 if packing and not o["page"] else 1 if bshd else 2
     k, v, more = Quantised(quant.kind, data.k, data.v, scales.k, scales.v).handed(row)
-    return Handed(k, v, options | more)
+    if quant.q is None:
+        return Handed(k, v, options | more)
+    q, q_scale = values.stored(quant.q, o["aligned"], expands=False).view(KINDS["float8"][1]), quant.q_scale[..., 0]
+    if bshd:
+        q, q_scale = q.transpose(1, 2), q_scale.transpose(1, 2)
+    return Handed(k, v, options | more | {"q_scale": q_scale, "out_dtype": o["dtype"]}, q)
 
 
 def _spoil_quantised(values: _Values, s: Shape, packing: Packing | None, seen: Tensor, quant: Quantised) -> None:

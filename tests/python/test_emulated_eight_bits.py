@@ -12,7 +12,8 @@ CALL = """
 import json, sys
 import torch, strobe
 from cases import call
-from check import Yardstick, run
+from check import Yardstick
+from device import running_on
 from quantising import Kind, quantised, quantised_queries
 
 given = json.loads(sys.argv[1])
@@ -41,9 +42,10 @@ inputs.quant.q, inputs.quant.q_scale, inputs.q = quantised_queries(inputs.q)
 inputs.page, inputs.run = given.get("page"), how
 
 
-def shared(x):  # a view with stride 0
-    assert (x == x.flatten()[0]).all()
-    return x.as_strided(x.shape, (0,) * x.dim())
+def shared(x):  # the one scale of all rows, as a view with stride 0; rows of pages that are not used have others
+    one = x.nan_to_num(0, 0, 0).flatten().mode().values
+    assert given.get("page") or (x == one).all()
+    return one.expand(x.shape)
 
 
 yardstick = Yardstick(inputs)
@@ -51,8 +53,9 @@ handed = inputs.handed()
 more = dict(handed.options)
 for name in ("v_scale",) if scales == "rows" else ("q_scale", "k_scale", "v_scale"):
     more[name] = shared(more[name])
-out, lse = strobe.attention(handed.q, handed.k, handed.v, **more, **how, engine="cuda-sm90", return_lse=True)
-said = strobe.explain(handed.q, handed.k, handed.v, **more, **how, engine="cuda-sm90")
+with running_on("cuda-sm90"):
+    out, lse = strobe.attention(handed.q, handed.k, handed.v, **more, **how, engine="cuda-sm90", return_lse=True)
+    said = strobe.explain(handed.q, handed.k, handed.v, **more, **how, engine="cuda-sm90")
 assert "products of float8_e4m3fn" in said, said
 faults = yardstick.faults({"out": out.cpu(), "lse": lse.cpu()}, "cuda-sm90")
 assert not faults, faults
@@ -118,3 +121,29 @@ assert (out - expected).abs().max() < 2**-5, (out - expected).abs().max()
 def test_a_needle_in_short_sums(d, keys):
     """Sums are truncated as Hopper's are. Without promotion, P V of many keys that weigh little would stop growing."""
     output(NEEDLE, str(d), str(keys), FEW_BITS="1")
+
+
+DESCALES = """
+import torch, strobe
+from device import running_on
+from strobe.compat import _eight_bits, flash_attn_3
+
+_eight_bits.on_gpu = lambda x: True
+torch.manual_seed(0)
+fp8 = torch.float8_e4m3fn
+q, k, v = (torch.randn(2, n, h, 64).to(fp8) for n, h in ((70, 4), (150, 2), (150, 2)))
+descales = [torch.rand(2, 2) + 1 for _ in range(3)]
+names = ("q_descale", "k_descale", "v_descale")
+with running_on("cuda-sm90"):
+    out, lse = flash_attn_3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **dict(zip(names, descales)))
+whole = [x.double() * s.double().repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None] for x, s in zip((q, k, v), descales)]
+expected, expected_lse = strobe.reference(*whole, causal=True, layout="bshd")
+assert out.dtype == torch.bfloat16
+error = (out.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+assert 0.005 < error < 0.04, error  # that of P in E4M3
+assert (lse.double() - expected_lse).abs().max() < 1e-4
+"""
+
+
+def test_descales_of_flash_attention_3():
+    output(DESCALES)

@@ -168,7 +168,7 @@ def test_every_option_is_in_the_contract():
     used = {name for case in cases.combinations(1) for name in cases.build(case).options}
     used |= {"tile_q", "tile_k", "threads", *cases.FACTORS["flag"]} if {"tile", "threads"} <= cases.FACTORS.keys() else set()
     used |= {"page_table"} if "page" in cases.FACTORS else set()
-    used |= {"k_scale", "v_scale", "k_scale_group"} if "quant" in cases.FACTORS else set()
+    used |= {"q_scale", "out_dtype", "k_scale", "v_scale", "k_scale_group"} if "quant" in cases.FACTORS else set()
     assert ROWS.keys() - used == {"engine", "strict"}
 
 
@@ -179,6 +179,8 @@ def test_what_each_row_reads():
         if isinstance(row, (_options.Tensor, _options.Blocks, _options.Seed)):
             continue
         x = [*row.choices][1] if isinstance(row, _options.Choice) else (3, 4) if isinstance(row, _options.Window) else None
+        if isinstance(row, _options.ResultType):
+            x = "float16"
         if x is None:
             (field,) = row.fields(name).values()
             (kind,) = (k for k in examples if k in (field.type, *getattr(field.type, "__args__", ())))

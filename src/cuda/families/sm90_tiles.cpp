@@ -116,7 +116,7 @@ constexpr ForwardTile kEightBitTiles[] = {
     { 64,  64,   3,  96,   3,  56, 152,   0,   1, kLagging, {.blocks = 1}, 2},
     { 64,  64,   2, 128,   3,  72, 216,   0,   1, kPlain | kAnything, {.rate = 0.9}, 2},
     {256, 128,   2, 128,   2,  40, 232,   0,   1, kLagging, {.blocks = 0.5}, 2},
-    {256, 128,   2,  96,   2,  56, 224,   0,   1, kPlain, {.rate = 0.9}, 2},
+    {256, 128,   2,  96,   2,  56, 224,   0,   1, kPlain | kLagging, {.rate = 0.9}, 2},
     {256, 128,   2,  64,   3,  72, 216,   0,   1, kPlain | kAnything, {.rate = 0.7}, 2},
 };
 // clang-format on
@@ -262,6 +262,8 @@ std::optional<Config> choose_tile(const Problem &p, const Device &device) {
   constexpr int32_t kFew = 6; // instructions for a pair
   const bool given = any.features.given();
   const int load = load_of(any, given && function_instructions(p) <= kFew, given && fetches_ahead(p));
+  // FP8: scales by row, and pages, take registers that a tile of 128 keys leaves only up to 64 columns of V.
+  const bool crowded = any.eight_bits && any.head_dim_v > 64 && (any.scaled_rows || any.features.pages);
   constexpr int32_t kOfColumns = 72; // registers with which a warp loads scales of columns without spilling
   const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;
   const ForwardTile *first = nullptr; // the first tile that fits; only tiles with the same limits of head dimensions compete with it
@@ -270,7 +272,7 @@ std::optional<Config> choose_tile(const Problem &p, const Device &device) {
                                                                    : kForwardTiles;
   const ForwardTile *best = cheapest(table, [&](const ForwardTile &t) {
     const Config c = with(any, t);
-    const bool fits = c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) &&
+    const bool fits = c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) && !(crowded && t.tile_k > 96) &&
                       !(c.features.dropout && t.tile_k % 32) && !(takes_registers && t.blocks_per_sm > 2) &&
                       (!p.quantised() || (!(c.features.by_column && t.registers_load < kOfColumns) &&
                                           t.blocks_per_sm * (c.shared_bytes() + 1024) <= device.shared_per_sm));
