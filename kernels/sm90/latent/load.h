@@ -63,7 +63,8 @@ private:
     }
     __syncwarp();
   }
-  // Loads the parts of tile w of pair n, in the order in which products take them, each as soon as its place is free.
+  // Loads the parts of tile w of pair n, each as soon as its place is free. `rest` goes with the part of the warpgroup that reads the
+  // other's P there.
   __device__ __forceinline__ void load_tile(int w, i32 n) const {
     const Boxes<C> boxes(a, item, item.key(n, w));
     const u32 lacking = boxes.lacking();

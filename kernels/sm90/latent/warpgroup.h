@@ -10,7 +10,6 @@ namespace strobe::sm90::latent {
 
 template <Config C, int kW> struct Warpgroup {
   using T = typename Element<C.dtype>::type;
-  enum : int { kOther = 1 - kW };
   const Shared &shared;
   const Item &item;
   const int lane, warp;

@@ -80,14 +80,13 @@ int32_t choose_splits(const Problem &p, const Device &device, int64_t items) {
   return best;
 }
 
-double predicted_seconds(const Problem &p, const Device &device, const RowsOfTile &rows, int64_t items, int64_t splits) {
+double predicted_seconds(const Problem &p, const Device &device, int64_t items, int64_t splits) {
   const double keys = visible_scores(p) / std::max(1.0, query_rows(p));
   const double of_item = 2.0 * (kColumns + kValues) * kRows * keys / kFlopsPerSm / double(splits) + kBlockSeconds;
   Problem k_only = p;
   k_only.head_dim_v = 0;
   const double reading = reading_seconds(k_only, device) + kBlockSeconds;
   const double computing = std::ceil(double(items * splits) / double(device.sms)) * of_item;
-  (void)rows;
   return kStart + std::max(computing, reading) + (splits > 1 ? combining_seconds(p) : 0);
 }
 
@@ -128,7 +127,7 @@ CudaEngine::Made sm90_latent(const Problem &p, const Device &device, Scratch &sc
   describe_tile(program, p, kRows, kKeys, true);
   program.steps.push_back(Launch(kLatent, c, blocks, c.threads(), c.shared_bytes(), a));
   combine_splits(program, p, a);
-  program.predicted_seconds = predicted_seconds(p, device, rows, items, std::max<int64_t>(a.splits, uneven.likely));
+  program.predicted_seconds = predicted_seconds(p, device, items, std::max<int64_t>(a.splits, uneven.likely));
   return program;
 }
 
