@@ -339,9 +339,9 @@ STROBE_API int32_t strobe_forward(const strobe_attention *, const strobe_tensors
 STROBE_API int32_t strobe_backward(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
 /* Forward mode: writes tout and, where given, tlse, out and lse, in one pass. */
 STROBE_API int32_t strobe_jvp(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
-/* Writes to dq, dk, dv, dbias, dsinks and dcaptured_n the derivatives of these gradients. It reads out and lse of strobe_forward, and tout and
- * tlse of strobe_jvp with the same tangents. With tdout and tdlse absent and cotangents of dq, dk, ... as tangents it is the backward of
- * strobe_backward: then tout and tlse are the gradients of dout and dlse. */
+/* Writes to dq, dk, dv, dbias, dsinks and dcaptured_n the derivatives of these gradients. It reads out and lse of strobe_forward, and
+ * tout and tlse of strobe_jvp with the same tangents. With tdout and tdlse absent and cotangents of dq, dk, ... as tangents it is the
+ * backward of strobe_backward; tout and tlse are then the gradients of dout and dlse. */
 STROBE_API int32_t strobe_backward_jvp(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
 
 /* Validates the call, then says what would run and how much workspace it needs. */
