@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from . import _eager, _function, _operators, _prepared
@@ -99,6 +101,13 @@ def jvp(call: Call, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return _differentiable_jvp(call, tangents)
 
 
+def _backward_jvp(call: Call, tangents: dict[str, Tensor], known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
+    """The derivatives of the gradients of these names, of which there are no further derivatives."""
+    if is_seen_by_dispatcher():
+        return _operators.backward_jvp(call, tangents, known, names)
+    return _differentiable_backward_jvp(call, tangents, known, names)
+
+
 def is_seen_by_dispatcher() -> bool:
     """Whether a compiler, a transform or a tracer must see the operator itself."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
@@ -125,8 +134,17 @@ def below_autograd(
     operator's own implementation. tensors: the tensors among the arguments."""
     if is_plain(tensors):
         return implementation(*arguments, **given)
-    with torch._C._AutoDispatchBelowAutograd():
+    modes = _MODES.get()
+    if modes is None:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments, **given)
+    with torch.set_grad_enabled(modes[0]), forward_ad._set_fwd_grad_enabled(modes[1]), torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments, **given)
+
+
+# Under a transform of torch.func: whether the next level is differentiated, in reverse and in forward mode. autograd.Function turns both
+# off.
+_MODES: ContextVar[tuple[bool, bool] | None] = ContextVar("modes", default=None)
 
 
 class _Attention(torch.autograd.Function):
@@ -174,7 +192,7 @@ class _Attention(torch.autograd.Function):
         call = kept.on(saved[2:])
         known = {"dout": dout, "out": saved[0], "lse": saved[1]} | ({} if dlse is None else {"dlse": dlse})
         names = kept.needed(flags)
-        made = dict(zip(names, _differentiable_backward(call, known, names), strict=True))
+        made = dict(zip(names, backward(call, known, names), strict=True))
         return None, *(made.get("d" + name) for name in kept.names)
 
     @staticmethod
@@ -186,14 +204,12 @@ class _Attention(torch.autograd.Function):
         call = kept.on(_primals(ctx.saved_tensors))
         _refuse_partial(call)
         tangents = _named(call, dict(zip(kept.names, directions, strict=True)))
-        _, _, tout, tlse = _differentiable_jvp(call, tangents)
+        _, _, tout, tlse = jvp(call, tangents)
         return (tout, tlse, *(None for _ in call.aux)) if kept.return_lse else tout
 
 
 def _primals(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors without the tangents of forward_ad, for derivatives that are computed by formulas."""
-    if forward_ad._current_level < 0 or torch._C._are_functorch_transforms_active():
-        return (*tensors,)
     return tuple(forward_ad.unpack_dual(x).primal for x in tensors)
 
 
@@ -237,14 +253,14 @@ class _Jvp(torch.autograd.Function):
         wanted = [f"d{TANGENTS[name]}" for name, flag in zip(ctx.tangents, ctx.needs_input_grad[2 + count :], strict=True) if flag]
         names = kept.needed((False, *ctx.needs_input_grad[2 : 2 + count]))
         if wanted and not (dtout is dtlse is None):
-            made = _differentiated_last(call, {}, known({"dout": dtout, "dlse": dtlse}, "out", "lse"), wanted)
+            made = backward(call, known({"dout": dtout, "dlse": dtlse}, "out", "lse"), wanted)
             found |= {f"t{name[1:]}": x for name, x in zip(wanted, made, strict=True)}
         if names and dtout is dtlse is None:
-            made = _differentiated_last(call, {}, known({"dout": dout, "dlse": dlse}, "out", "lse"), names)
+            made = backward(call, known({"dout": dout, "dlse": dlse}, "out", "lse"), names)
             found |= dict(zip(names, made, strict=True))
         elif names:
             given = known({"dout": dtout, "dlse": dtlse, "tdout": dout, "tdlse": dlse}, *results)
-            found |= dict(zip(names, _differentiated_last(call, tangents, given, names), strict=True))
+            found |= dict(zip(names, _backward_jvp(call, tangents, given, names), strict=True))
         return None, None, *(found.get(f"d{name}") for name in kept.names), *(found.get(name) for name in ctx.tangents)
 
     @staticmethod
@@ -276,10 +292,10 @@ class _Gradients(torch.autograd.Function):
         names = kept.needed((False, *ctx.needs_input_grad[3 + len(beside) :]))
         if not tangents:
             return (None,) * (3 + len(flags))
-        _, _, tout, tlse = _differentiable_jvp(call, tangents)
+        _, _, tout, tlse = jvp(call, tangents)
         found = {"dout": tout, "dlse": tlse}
         if names:
-            made = _differentiated_last(call, tangents, known | {"tout": tout.detach(), "tlse": tlse.detach()}, names)
+            made = _backward_jvp(call, tangents, known | {"tout": tout.detach(), "tlse": tlse.detach()}, names)
             found |= {name[1:]: x for name, x in zip(names, made, strict=True)}
         return None, None, None, *(found.get(name) if flag else None for name, flag in flags.items())
 
@@ -290,8 +306,8 @@ class _Gradients(torch.autograd.Function):
         given = dict(zip((*beside, *kept.names), directions[3:], strict=True))
         tangents = _named(call, {name: given[name] for name in kept.names})
         more = {f"t{name}": given[name] for name in ("dout", "dlse") if given.get(name) is not None}
-        _, _, tout, tlse = _differentiable_jvp(call, tangents)
-        return _differentiated_last(call, tangents, known | more | {"tout": tout.detach(), "tlse": tlse.detach()}, ctx.names)
+        _, _, tout, tlse = jvp(call, tangents)
+        return _backward_jvp(call, tangents, known | more | {"tout": tout.detach(), "tlse": tlse.detach()}, ctx.names)
 
 
 # Function.apply takes a microsecond to look for transforms, of which a PreparedCall has none, and to bind arguments.
@@ -397,18 +413,11 @@ def _differentiable_jvp(call: Call, tangents: dict[str, Tensor]) -> tuple[Tensor
 
 
 def _differentiable_backward_jvp(call: Call, tangents: dict[str, Tensor], known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
-    return _differentiated_last(call, tangents, known, names)
-
-
-def _differentiated_last(call: Call, tangents: dict[str, Tensor], known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
-    """The gradients, or with tangents their derivatives, of which there are no further derivatives."""
     own = tuple(call.arrays)
 
     def compute(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         given = dict(zip((*own, *tangents, *known), tensors, strict=True))
         arrays, direction, beside = ({name: given[name] for name in of} for of in (own, tangents, known))
-        if not tangents:
-            return below_autograd(tensors, _prepared.backward, _operators.backward, call.on(arrays), beside, names)
         return below_autograd(tensors, _prepared.backward_jvp, _operators.backward_jvp, call.on(arrays), direction, beside, names)
 
     tensors = (*call.arrays.values(), *tangents.values(), *known.values())
@@ -425,9 +434,17 @@ def _is_learning(call: Call, *tensors: Tensor) -> bool:
 
 
 def _applied(function: Any, *arguments: Any) -> Any:
-    """function.apply(*arguments), without its detour under a transform of torch.func: an operator's kernel already runs at one level of
-    these, whose tensors it sees."""
-    return super(torch.autograd.Function, function).apply(*arguments)
+    """function.apply(*arguments). Under a transform of torch.func an operator's kernel already runs at one level of these, whose tensors it
+    sees, so that apply need not look for the level."""
+    apply = super(torch.autograd.Function, function).apply
+    if not torch._C._are_functorch_transforms_active():
+        return apply(*arguments)
+    token = _MODES.set((torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()))
+    try:
+        with enable_single_level_autograd_function():
+            return apply(*arguments)
+    finally:
+        _MODES.reset(token)
 
 
 _operators.implement("Autograd", _differentiable_forward, _differentiable_backward, _differentiable_jvp, _differentiable_backward_jvp)
