@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
@@ -114,13 +115,13 @@ def is_seen_by_dispatcher() -> bool:
 
 
 def is_plain(arrays: Iterable[Any]) -> bool:
-    """Whether only the operators' own implementation needs to see the call: no mode that traces or fakes, no transform, no subclass of
-    Tensor, no other device."""
+    """Whether only the operators' own implementation needs to see the call: no mode that traces or fakes, no transform, no tensor of one
+    that has ended, no subclass of Tensor, no other device."""
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
     for x in arrays:
         if type(x) in PLAIN:
-            if not (x.is_cuda or x.is_cpu) or is_mapped_gradient(x):
+            if not (x.is_cuda or x.is_cpu) or is_mapped_gradient(x) or is_functorch_wrapped_tensor(x):
                 return False
         elif isinstance(x, Tensor):
             return False
