@@ -53,12 +53,13 @@ template <class Math> struct TangentQueries {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
   bool finite; // otherwise the rows are copies made by finite_rows()
+  bool whole;  // all keys that the queries see lie in one tile, which then gives the rows' sums (settle)
   typename Math::Right q[kMaxPieces], tq[kMaxPieces], d_o[kMaxPieces], td_o[kMaxPieces], q_rows, tq_rows, do_rows, tdo_rows;
 
   int64_t piece_lanes(int64_t n) const { return min((i64)width, (i64)(i1 - i0 - n * width)); }
   int64_t piece_width(int64_t n) const { return min((i64)width, (i64)(rows - n * width)); }
 
-  TangentQueries(const Head<T> &head, const TileSizes &tile, BackwardJvpScratch<Math> &scratch)
+  TangentQueries(const Head<T> &head, const MaskMap &mask, const TileSizes &tile, BackwardJvpScratch<Math> &scratch)
       : i0(head.queries.i0), i1(head.queries.i1), rows(round_to(i1 - i0, 16)), pieces(div_up(rows, tile.width)), width(tile.width) {
     const Problem &p = *head.p;
     const int64_t d = p.head_dim, dv = p.head_dim_v, token = head.q0 + i0, real = i1 - i0;
@@ -82,6 +83,9 @@ template <class Math> struct TangentQueries {
     load(2, p.dout, dv, T(1), scratch.d_o, d_o, scratch.do_rows, do_rows);
     load(3, p.tdout, dv, T(1), scratch.td_o, td_o, scratch.tdo_rows, tdo_rows);
     for (int64_t i = 0; i < rows; ++i) load_row_statistics(head, i, scratch);
+    KeyTiles<T> tiles(head, mask, tile, i0, i1);
+    KeysOfRange keys;
+    whole = !p.invariant && tiles.next(keys) && !tiles.next(keys);
   }
 
 private:
@@ -99,6 +103,48 @@ private:
     scratch.tdelta[i] = real ? T(tangent_of_delta(head, token, scratch.row)) : T(0);
   }
 };
+
+// Corrects LSE, D and their tangents by sums over a row's keys, which lie in one tile. Terms such as dP and D cancel if a row sees few
+// keys, and the stored numbers were rounded differently (settle_rows in backward.h).
+template <class Math>
+__attribute__((noinline)) void settle(const Head<typename Math::Real> &head, const TileSpan &t, int64_t lane,
+                                      BackwardJvpScratch<Math> &scratch) {
+  using T = typename Math::Real;
+  using V = Vec<T>;
+  const Problem &p = *head.p;
+  const auto of_head = [&](const View &x) { return load_as<T>(x.dtype, x.data, x.index(0, head.h, 0, 0)); };
+  const V sink(p.sinks ? of_head(p.sinks) : -kInfinity<T>), tsink(p.tsinks ? of_head(p.tsinks) : T(0)), zero(T(0));
+  for (int64_t c = 0; c < t.width; c += V::kLanes) {
+    const int64_t row = lane + c;
+    const Probability<Math> probability(head, scratch.lse + row, scratch.excess + row);
+    const V tlse = V::load(scratch.tlse + row), delta = V::load(scratch.delta + row);
+    V sum = zero, rest = zero, trest = zero;
+    const auto each = [&](auto &&use) __attribute__((always_inline)) {
+      for (int64_t j = 0; j < t.keys; ++j) {
+        const int64_t at = j * t.width + c;
+        const V keep = head.dropout ? V::load(scratch.keep + at) : V(T(1)), prob = probability(V::load(scratch.s + at));
+        use(prob, V::load(scratch.ts + at), V::load(scratch.dp + at) * keep, V::load(scratch.tdp + at) * keep);
+      }
+    };
+    const auto seen = [&](V prob, V x) __attribute__((always_inline)) { return select(prob == zero, zero, prob * x); };
+    each([&](V prob, V ts, V dp, V)
+             __attribute__((always_inline)) { sum += prob, rest += seen(prob, dp - delta), trest += seen(prob, ts - tlse); });
+    const V of_sink = Math::power((sink - V::load(scratch.lse + row) - V::load(scratch.excess + row)) * V(kLog2e<T>));
+    sum += of_sink;
+    const auto good = (sum * zero == zero) & ~(sum == zero);
+    const V settled = select(good, delta + (rest - of_sink * delta) / sum, delta);
+    const V tsettled = select(good, tlse + (trest + select(of_sink == zero, zero, of_sink * (tsink - tlse))) / sum, tlse);
+    V tdelta = zero;
+    each([&](V prob, V ts, V dp, V tdp) __attribute__((always_inline)) { tdelta += seen(prob, (ts - tsettled) * dp + tdp); });
+    select(good, tdelta / sum, V::load(scratch.tdelta + row)).store(scratch.tdelta + row);
+    settled.store(scratch.delta + row), tsettled.store(scratch.tlse + row);
+    sum.store(scratch.scale + row);
+  }
+  for (int64_t i = lane; i < lane + t.width; ++i) {
+    const double sum = double(scratch.scale[i]);
+    if (sum > 0 && __builtin_isfinite(sum)) scratch.excess[i] = T(double(scratch.excess[i]) + __builtin_log(sum));
+  }
+}
 
 // Computes P and dS of a piece, before the score's function, with their tangents: P and tP after dropout in scratch.s and ts, dS and tdS in
 // scratch.dp and tdp. Where a key is hidden all are 0.
@@ -119,6 +165,7 @@ __attribute__((noinline)) void recompute(const Head<typename Math::Real> &head, 
                        scratch.tdp);
   apply_options(head, piece, scratch.score, scratch.s, scratch.ts, scratch.tangents);
   if (head.dropout) load_keep(head, t, scratch.keep);
+  if (queries.whole) settle(head, t, lane, scratch);
   const V hidden(-kInfinity<T>), zero(T(0));
   for (int64_t c = 0; c < width; c += V::kLanes) {
     const int64_t row = lane + c;
@@ -161,7 +208,7 @@ void backward_jvp_tile(const Head<typename Math::Real> &head, const TileSizes &t
   const Problem &p = *head.p;
   const int64_t d = p.head_dim, dv = p.head_dim_v, ldk = round_to(d, 16);
   const bool want_dq = bool(p.dq), want_dk = bool(p.dk), want_dv = bool(p.dv);
-  const TangentQueries<Math> queries(head, tile, scratch);
+  const TangentQueries<Math> queries(head, source.of.mask, tile, scratch);
   KeySum<T> dq[kMaxPieces];
   for (int64_t n = 0; n < queries.pieces; ++n)
     dq[n] = {scratch.dq + ldk * n * tile.width, scratch.dq_total + ldk * n * tile.width, d, queries.piece_width(n)};
@@ -239,7 +286,7 @@ template <class Math, class Use>
 void each_piece(const Head<typename Math::Real> &head, const TileSizes &tile, const TangentKeys<Math> &source,
                 BackwardJvpScratch<Math> &scratch, Use &&use) {
   using T = typename Math::Real;
-  const TangentQueries<Math> queries(head, tile, scratch);
+  const TangentQueries<Math> queries(head, source.of.mask, tile, scratch);
   KeyTiles<T> tiles(head, source.of.mask, tile, queries.i0, queries.i1);
   for (KeysOfRange keys; tiles.next(keys);) {
     typename TangentKeys<Math>::Tile of;

@@ -93,6 +93,8 @@ def compare(inputs: Inputs, found: Results, measure: Any, what: str) -> list[str
             allowed += ulp(dtype, size)
         if dtype == torch.float64:
             allowed = max(allowed, 1e-11 * max(size, 1.0))
+        if size < 1e-9 and "v" in exact:  # it vanishes, as where each row sees one key: of the terms that cancel a rounding error is left
+            allowed += torch.finfo(dtype).eps * float(exact["v"].abs().sum())
         if not error(x, exact[name]) <= allowed:
             wrong.append(f"{what}: {name} is off by {error(x, exact[name]):.3g}, allowed is {allowed:.3g} of {size:.3g}")
     return wrong
@@ -187,12 +189,12 @@ def test_gradcheck():
     options = [
         {"causal": True},
         {"softcap": 2.0, "sinks": torch.randn(2, dtype=torch.float64, requires_grad=True)},
-        {"bias": torch.randn(2, 1, 9, 9, dtype=torch.float64, requires_grad=True), "window": (3, 1)},
+        {"bias": torch.randn(1, 2, 5, 5, dtype=torch.float64, requires_grad=True), "window": (3, 1)},
         {"dropout": 0.25, "seed": 7},
     ]
     for given in options:
         tensors = [name for name in ("bias", "sinks") if name in given]
-        leaves = [x.requires_grad_() for x in qkv(1)] + [given[name] for name in tensors]
+        leaves = [x.requires_grad_() for x in qkv(1, 2, 5, 2)] + [given[name] for name in tensors]
 
         def both(q: Tensor, k: Tensor, v: Tensor, *more: Tensor, given: Any = given, tensors: Any = tensors) -> Any:
             return strobe.attention(q, k, v, return_lse=True, **given | dict(zip(tensors, more, strict=True)))
