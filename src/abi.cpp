@@ -194,6 +194,14 @@ int32_t strobe_backward(const strobe_attention *a, const strobe_tensors *t, cons
   return guarded([&] { run(a, t, e, Operation::backward); });
 }
 
+int32_t strobe_jvp(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e) {
+  return guarded([&] { run(a, t, e, Operation::jvp); });
+}
+
+int32_t strobe_backward_jvp(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e) {
+  return guarded([&] { run(a, t, e, Operation::backward_jvp); });
+}
+
 int32_t strobe_make_plan(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction,
                          strobe_plan *plan) {
   return guarded([&] {

@@ -70,10 +70,10 @@ static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
 // The problem with dense tensors. It is planned, but not run.
 static Problem stored_densely(Problem p) {
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k;
-  for (View *x : {&p.q, &p.dq}) make_dense(*x, p.heads, rows_q, p.head_dim);
-  for (View *x : {&p.k, &p.dk}) make_dense(*x, p.heads_kv, rows_k, p.stored(p.head_dim));
-  for (View *x : {&p.v, &p.dv}) make_dense(*x, p.heads_kv, rows_k, p.stored(p.head_dim_v));
-  for (View *x : {&p.out, &p.dout}) make_dense(*x, p.heads, rows_q, p.head_dim_v);
+  for (View *x : {&p.q, &p.dq, &p.tq}) make_dense(*x, p.heads, rows_q, p.head_dim);
+  for (View *x : {&p.k, &p.dk, &p.tk}) make_dense(*x, p.heads_kv, rows_k, p.stored(p.head_dim));
+  for (View *x : {&p.v, &p.dv, &p.tv}) make_dense(*x, p.heads_kv, rows_k, p.stored(p.head_dim_v));
+  for (View *x : {&p.out, &p.dout, &p.tout, &p.tdout}) make_dense(*x, p.heads, rows_q, p.head_dim_v);
   return p;
 }
 
@@ -149,8 +149,9 @@ static Problem without_options(const Problem &p) {
   plain.lists = p.lists, plain.forms = p.forms;
   plain.dtype = p.dtype, plain.device_type = p.device_type, plain.device_index = p.device_index;
   plain.scale = p.scale, plain.bottom_right = p.bottom_right, plain.allow_tf32 = p.allow_tf32; // no engine refuses these
-  for (auto tensor : {&Problem::q, &Problem::k, &Problem::v, &Problem::out, &Problem::lse, &Problem::dout, &Problem::dlse, &Problem::dq,
-                      &Problem::dk, &Problem::dv})
+  for (auto tensor :
+       {&Problem::q, &Problem::k, &Problem::v, &Problem::out, &Problem::lse, &Problem::dout, &Problem::dlse, &Problem::dq, &Problem::dk,
+        &Problem::dv, &Problem::tq, &Problem::tk, &Problem::tv, &Problem::tdout, &Problem::tdlse, &Problem::tout, &Problem::tlse})
     plain.*tensor = p.*tensor;
   if (plain.q) plain.q.dtype = p.dtype; // without quantisation, as for k and v
   for (View *x : {&plain.k, &plain.v}) {

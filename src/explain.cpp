@@ -113,6 +113,15 @@ void asked(Page &page, const Problem &p, const Execution &e) {
     page.line("part", text(p.part.count_q, " ranges of queries and ", p.part.count_k, " of keys of up to ", p.part.most_q, " and ",
                            p.part.most_k, "; heads from ", p.part.first_head, " of ", p.part.heads, ", sequences from ", p.part.first_batch,
                            p.part.partial ? "; partial: float32 results, to be merged" : ""));
+  std::string tangents;
+  const std::pair<const char *, bool> in_direction[] = {
+#define STROBE_TANGENT(name, place) {#name, bool(p.place)},
+#define STROBE_TBACKWARD(name, place) {#name, bool(p.place)},
+#include "strobe/fields.inc"
+  };
+  for (const auto &[tensor, present] : in_direction)
+    if (present) tangents += (tangents.empty() ? "" : ", ") + std::string(tensor);
+  if (!tangents.empty()) page.line("tangents", tangents);
   std::string extras;
   for (auto [present, what] : {std::pair{bool(p.mask), "mask"},
                                {bool(p.bias), "bias"},

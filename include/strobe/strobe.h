@@ -107,8 +107,8 @@ enum { STROBE_MAX_THREADS = 1024, STROBE_MAX_TILE = 65536 };
 typedef enum strobe_direction {
   STROBE_FORWARD = 0,
   STROBE_BACKWARD = 1,
-  STROBE_JVP = 2,         /* forward-mode derivatives of out and lse; no engine has them yet */
-  STROBE_BACKWARD_JVP = 3 /* forward-mode derivatives of the gradients; no engine has them yet */
+  STROBE_JVP = 2,         /* the derivatives of out and lse in the direction of the tangents */
+  STROBE_BACKWARD_JVP = 3 /* the derivatives of the gradients in that direction */
 } strobe_direction;
 
 /* A view of memory that the caller owns. rank <= 4. Entries of shape and strides past rank are ignored. Strides count elements. */
@@ -237,6 +237,12 @@ typedef struct strobe_tensors {
    * axis, or (H), or one number. k and v are then STROBE_FLOAT8_E4M3, too, with scales; out is float16 or bfloat16, and a bias has out's
    * dtype or float32. Products may be computed in FP8, with P rounded to E4M3: see docs/semantics.md. */
   const strobe_tensor *q_scale;
+  /* jvp and backward_jvp: the tangents of inputs, which are the direction of the derivative. Each has its input's shape and dtype; that of
+   * captured_n, a float tensor that score_function reads, may also be float32 or float64. An absent one is 0. */
+  const strobe_tensor *tq, *tk, *tv, *tbias, *tsinks;
+  const strobe_tensor *tcaptured_0, *tcaptured_1, *tcaptured_2, *tcaptured_3, *tcaptured_4, *tcaptured_5, *tcaptured_6, *tcaptured_7;
+  const strobe_tensor *tdout, *tdlse; /* backward_jvp: the tangents of dout and dlse; absent ones are 0 */
+  const strobe_tensor *tout, *tlse;   /* the derivatives of out and lse, in their shapes and dtypes: jvp writes, backward_jvp reads them */
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It must run body(arg, i) once for each i in [0, n), on any number of threads, and
@@ -336,6 +342,12 @@ STROBE_API const char *strobe_status_name(int32_t status);
 
 STROBE_API int32_t strobe_forward(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
 STROBE_API int32_t strobe_backward(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
+/* Forward mode: writes tout and, where given, tlse, out and lse, in one pass. */
+STROBE_API int32_t strobe_jvp(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
+/* Writes to dq, dk, dv, dbias, dsinks and dcaptured_n the derivatives of these gradients. It reads out and lse of strobe_forward, and
+ * tout and tlse of strobe_jvp with the same tangents. With tdout and tdlse absent and cotangents of dq, dk, ... as tangents it is the
+ * backward of strobe_backward; tout and tlse are then the gradients of dout and dlse. */
+STROBE_API int32_t strobe_backward_jvp(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
 
 /* Validates the call, then says what would run and how much workspace it needs. */
 STROBE_API int32_t strobe_make_plan(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
@@ -363,6 +375,9 @@ typedef struct strobe_addresses {
   void *dcaptured_0, *dcaptured_1, *dcaptured_2, *dcaptured_3, *dcaptured_4, *dcaptured_5, *dcaptured_6, *dcaptured_7;
   void *block_full, *block_full_t;
   void *q_scale;
+  void *tq, *tk, *tv, *tbias, *tsinks;
+  void *tcaptured_0, *tcaptured_1, *tcaptured_2, *tcaptured_3, *tcaptured_4, *tcaptured_5, *tcaptured_6, *tcaptured_7;
+  void *tdout, *tdlse, *tout, *tlse;
 } strobe_addresses;
 
 /* Keeps only threads and reserved_sms of the execution. On success *prepared is written; the caller has to release it. */

@@ -41,6 +41,7 @@ _OF_BACKWARD = {
 _OF_FUNCTION = {
     "attention_backward": _OF_BACKWARD,
     "reference_backward": _OF_BACKWARD,
+    "attention_jvp": {"aux": "leave it out: max_logit and column_sums have no derivative"},
     "reference": {"return_lse": "leave it out: out and lse are returned in any case"},
     "explain": {"return_lse": "leave it out: lse makes no difference to what runs"},
 }

@@ -90,6 +90,7 @@ inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 namespace score {
 struct Program;
 struct GradientProgram;
+struct TangentProgram;
 struct Bytecode;
 class CudaFunctions;
 } // namespace score
@@ -182,6 +183,12 @@ struct Problem {
   bool accumulate = false;                           // adds to dq, dk and dv
   Captured dcaptured[STROBE_MOST_CAPTURED];          // gradients of captured tensors, where wanted
   std::shared_ptr<const score::GradientProgram> gradient_program; // their program; null: none is wanted
+
+  // jvp and backward_jvp. The latter writes the derivatives of dq, dk, ... where a backward writes these.
+  View tq, tk, tv, tbias, tsinks, tdout, tdlse; // tangents; absent: 0
+  Captured tcaptured[STROBE_MOST_CAPTURED + 1]; // slopes have none
+  View tout, tlse;
+  std::shared_ptr<const score::TangentProgram> tangent_program; // of a score that is not linear in x, or that reads tangents; else null
 
   // The rows, heads and sequences of a larger problem that the tensors hold (docs/semantics.md, "Parts of a problem").
   struct Part {

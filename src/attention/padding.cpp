@@ -77,6 +77,10 @@ void clear_padding_of_queries(const Problem &p, const Execution &execution, Oper
   if (writes(operation, kGradients) && p.accumulate) return; // nothing is added to gradients of padding
   const auto behind = [&](int64_t) { return Range{0, p.cu_seqlens_q[p.batch], p.total_q}; };
   if (writes(operation, kGradients)) return clear(p.dq, execution, 1, p.heads, p.head_dim, behind);
+  if (writes(operation, kTangentsOfResults)) {
+    clear(p.tout, execution, 1, p.heads, p.head_dim_v, behind);
+    clear(p.tlse, execution, 1, p.heads, 1, behind);
+  }
   clear(p.out, execution, 1, p.heads, p.head_dim_v, behind);
   if (!p.lse) return;
   if (p.part.partial) {

@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "isa.h"
+#include "score/program.h"
 #include "sets.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -213,13 +214,15 @@ class Compiled {
 public:
   Compiled(const Problem &p, const InstructionSet &set) : p_(&p) {
     if (!p.program) return;
-    const std::shared_ptr<score::Bytecode> code = score::compile(p);
+    own_ = p;
+    for (size_t n = 0; p.tangent_program && n < STROBE_MOST_CAPTURED; n++)
+      if (const int32_t place = p.tangent_program->place[n]; place >= 0) own_.captured[place] = p.tcaptured[n];
+    const std::shared_ptr<score::Bytecode> code = score::compile(own_);
     const CpuKernels *kernels = set.kernels(p.dtype);
 #if defined(__x86_64__) && !defined(STROBE_UP_TO_AVX2)
     if (!kernels->run_program) kernels = avx512::kernels(DType::f32);
 #endif
     code->run = kernels->run_program;
-    own_ = p;
     own_.bytecode = code.get();
     code_ = code;
     p_ = &own_;
@@ -262,6 +265,7 @@ public:
   explicit CpuEngine(const InstructionSet &set) : set_(set) {}
   const char *name() const override { return set_.name; }
   std::string missing() const override { return set_.missing(); }
+  bool computes(Operation) const override { return true; }
 
   Answer plan(const Problem &problem, const Execution &execution, Operation operation) const override {
     Answer answer = plan_16_bits(problem, execution, operation);

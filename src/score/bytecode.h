@@ -84,6 +84,12 @@ struct LoadCode {
   Lines lines = Lines::general;
   Code slope, place; // the derivative; a narrow integer, the element among all of the tensor's in the order of its axes
   bool slope_is_one = false, slope_reads_score = false, place_reads_score = false;
+  Code curvature, rest; // of a TangentLoad; without slot: 0
+};
+
+// What a TangentProgram adds. Each leaves its result where the scores before the program were; without slot: it is 0.
+struct TangentCode {
+  Code rest, curvature, rest_of_slope;
 };
 
 // A captured tensor's element for each head, or sequence and head. It is read directly: executing code for one number would take longer
@@ -105,6 +111,7 @@ struct Bytecode : BuiltIn { // the numbers of its form
   // Whether slope * distance is subtracted from what form or code compute, and which distance (Penalty).
   bool penalised = false, has_sign = false, counts_offset = false;
   HeadNumber slope;
+  TangentCode tangents;
   const LoadCode *loads = nullptr;
   int32_t load_count = 0;
   // Executes code on s, scores before the program, in place; a hidden pair's score becomes -inf. slopes (optional): receives df/dx.

@@ -113,6 +113,8 @@ public:
   }
 
   int32_t run() {
+    if (operation == Operation::jvp) return strobe_jvp(&attention, &tensors, &execution);
+    if (operation == Operation::backward_jvp) return strobe_backward_jvp(&attention, &tensors, &execution);
     return operation == Operation::forward ? strobe_forward(&attention, &tensors, &execution)
                                            : strobe_backward(&attention, &tensors, &execution);
   }
@@ -138,7 +140,7 @@ public:
 
   // Whether the results still hold their fill values.
   bool untouched() const {
-    for (const char *name : operation == Operation::forward ? kForwardResults : kBackwardResults)
+    for (const char *name : writes(operation, kGradients) ? kBackwardResults : kForwardResults)
       if (auto h = held.find(name); h != held.end())
         for (unsigned char byte : h->second.memory)
           if (byte != kFill) return false;
@@ -147,7 +149,7 @@ public:
 
 private:
   static constexpr unsigned char kFill = 0x3C; // a small finite number in a float of any width
-  static inline const std::vector<const char *> kForwardResults = {"out", "lse", "max_logit", "column_sums"};
+  static inline const std::vector<const char *> kForwardResults = {"out", "lse", "max_logit", "column_sums", "tout", "tlse"};
   static inline const std::vector<const char *> kBackwardResults = {
       "dq", "dk", "dv", "dbias", "dsinks",
 #define STROBE_DCAPTURED(name, place) #name,
@@ -385,6 +387,34 @@ inline void make_captured_gradients(Call &c) {
   add(DType::f32, {}, {}), add(DType::f32, {H}, {h}), add(DType::f64, {H, Sk}, {h, j}), add(DType::f16, {B, H, Sq}, {b, h, i});
   add(DType::bf16, {Sk}, {j}), add(DType::f32, {Sq + Sk}, {behind}), add(DType::f64, {Sq, Sk}, {i, j}), add(DType::f32, {2, 3}, {i, j});
   c.attention.score_function = c.function(f.all);
+}
+
+// A jvp, or the backward's, with a tangent for everything; the function of the score reads captured_first and the next three.
+inline void make_tangents(Call &c, bool backward, int32_t first = 0) {
+  c.add("q", DType::f32, {B, H, Sq, D});
+  c.add("k", DType::f32, {B, Hkv, Sk, D});
+  c.add("v", DType::f32, {B, Hkv, Sk, Dv});
+  c.add("bias", DType::f32, {1, H, 1, Sk}), c.add("sinks", DType::f32, {H});
+  if (backward)
+    add_results(c, Operation::backward, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+  else
+    add_results(c, Operation::forward, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+  for (const char *name : {"max_logit", "column_sums"})
+    if (c.has(name)) c.drop(name);
+  c.operation = backward ? Operation::backward_jvp : Operation::jvp;
+  Nodes f;
+  int32_t sum = f.add(STROBE_OP_SCORE);
+  for (int32_t n = first; n < first + 4; n++) {
+    c.add("captured_" + std::to_string(n), DType::f32, {}), c.add("tcaptured_" + std::to_string(n), DType::f32, {});
+    sum = f.add(STROBE_OP_MULTIPLY, {sum, f.load(n, {})});
+  }
+  c.attention.score_function = c.function(f.all);
+  for (const char *name : {"q", "k", "v", "bias", "sinks"})
+    c.add(std::string("t") + name, DType::f32, std::vector<int64_t>(c[name].shape, c[name].shape + c[name].rank));
+  for (const char *name : {"out", "lse"})
+    c.add(std::string("t") + name, DType::f32, std::vector<int64_t>(c[name].shape, c[name].shape + c[name].rank));
+  for (const char *name : {"dout", "dlse"})
+    if (backward) c.add(std::string("t") + name, DType::f32, std::vector<int64_t>(c[name].shape, c[name].shape + c[name].rank));
 }
 
 // A strobe_part and its lists.

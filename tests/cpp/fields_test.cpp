@@ -95,6 +95,8 @@ void (*const kHoldingAll[])(Call &) = {
     [](Call &c) { make_captured(c, Operation::forward), make_for_reference(c); },
     make_captured_gradients,
     [](Call &c) { make_full_blocks(c, Operation::backward); },
+    [](Call &c) { make_tangents(c, false), c.drop("out"), c.drop("lse"); },
+    [](Call &c) { make_tangents(c, true, 4); },
 };
 
 } // namespace
@@ -119,7 +121,7 @@ TEST_CASE("fields: explain tells each option") {
 
 TEST_CASE("fields: explain tells each tensor that a call may do without") {
   // The forward always writes lse, and the backward the gradients. dlse changes no plan.
-  const std::set<std::string> untold = {"lse", "dlse", "dq", "dk", "dv", "dbias", "dsinks"};
+  const std::set<std::string> untold = {"lse", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "tlse"};
   for (auto make : kHoldingAll)
     for (const NamedSlot &s : kSlots) {
       CAPTURE(std::string(s.name));
@@ -127,6 +129,7 @@ TEST_CASE("fields: explain tells each tensor that a call may do without") {
       make(with), make(without);
       if (!(with.tensors.*s.slot) || untold.contains(s.name)) continue;
       without.drop(s.name);
+      if (const std::string tangent = std::string("t") + s.name; without.has(tangent)) without.drop(tangent);
       const std::string gradient = std::string("d") + s.name;
       if (gradient == "dbias" || gradient == "dsinks" || gradient.starts_with("dcaptured_")) without.drop(gradient);
       const std::string text = explained(without);

@@ -561,15 +561,16 @@ def test_a_change_in_place_before_the_backward_is_an_error():
             out.sum().backward()
 
 
-def test_there_is_no_second_derivative():
+def test_there_is_no_third_derivative():
     t = numbers(18, S).requires_grad_()
     arrays = [x.detach() for x in qkv()]
     for _ in range(3):
         with running_on(None):
             out = strobe.attention(*arrays, score=lambda s, b, h, i, j: s + t[j] ** 2)
             (first,) = torch.autograd.grad(out.square().sum(), [t], create_graph=True)
-            with pytest.raises(NotImplementedError, match=r"strobe\.attention has no second derivative"):
-                first.sum().backward()
+            (second,) = torch.autograd.grad(first.square().sum(), [t], create_graph=True)
+            with pytest.raises(NotImplementedError, match=r"strobe\.attention has no third derivative"):
+                second.sum().backward()
 
 
 def test_the_full_backward_of_a_call_with_bias_and_sinks():

@@ -16,7 +16,7 @@ import cases
 import strobe
 from strobe import _abi, _call, _function, _options
 from strobe._core import ffi
-from strobe._options import AUX, BLOCKS, DEFAULTS, FIELDS, GRADIENTS, INPUTS, ROWS
+from strobe._options import AUX, BLOCKS, COTANGENTS, DEFAULTS, DERIVATIVES, FIELDS, GRADIENTS, INPUTS, ROWS, TANGENTS
 
 FUNCTIONS = _function.FIELDS.values()
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,8 @@ def test_zero_is_absent_in_the_struct():
 def test_the_structs_of_tensors():
     assert tuple(name for name in members("strobe_tensors") if name in INPUTS) == INPUTS
     assert [*members("strobe_addresses")] == [*members("strobe_tensors")]
-    assert members("strobe_tensors").keys() - {*INPUTS} == {"out", "lse", "dout", "dlse", "delta", *GRADIENTS, *AUX}
+    beside = {"out", "lse", "dout", "dlse", "delta", *GRADIENTS, *AUX, *TANGENTS, *COTANGENTS, *DERIVATIVES}
+    assert members("strobe_tensors").keys() - {*INPUTS} == beside
 
 
 def test_the_enumerations():
@@ -142,6 +143,9 @@ def test_the_structs_of_cpp():
     assert declared("Attention") == {*IN_STRUCT, *INPUTS}
     assert declared("Forward") == {*results, *AUX}
     assert declared("Backward") == {*results, *backward, _call.ACCUMULATE}
+    assert declared("Tangents") == {*TANGENTS}
+    assert declared("Jvp") == {"in", *results, *DERIVATIVES}
+    assert declared("BackwardJvp") == {"in", "of", *COTANGENTS, *DERIVATIVES}
     assert declared("Part") == members("strobe_part").keys()
     assert declared("Execution") == members("strobe_execution").keys() - {"workspace_bytes"}  # the workspace is a span
 

@@ -363,7 +363,9 @@ class _DistributedAttention(torch.autograd.Function):
 
         tensors = dout, dlse, out, lse, *saved, q, k, v, *captured, *arrays
         found = iter(
-            DifferentiatedOnce.apply("strobe.distributed.attention", compute, *tensors) if is_tracked(*tensors) else compute(tensors)
+            DifferentiatedOnce.apply("strobe.distributed.attention", "second", compute, *tensors)
+            if is_tracked(*tensors)
+            else compute(tensors)
         )
         gradients = [next(found) if needed else None for needed in rest["needed"]]
         return *gradients[:_BEFORE_CAPTURED], None, *gradients[_BEFORE_CAPTURED : _BEFORE_CAPTURED + count]

@@ -1,0 +1,335 @@
+"""Derivatives in the direction of tangents, and second derivatives: all pairs of the contract's options, against formulas in float64 that
+PyTorch differentiates by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import plain
+import strobe
+from cases import Inputs, build, contract, dense_problems
+from cases import call as inputs_of
+from check import FLOOR, Results, error, ulp
+from engines import beside_the_default
+
+CASES = [case for case in contract(2) if not (case["page"] or case["quant"])]
+
+
+def directions(inputs: Inputs, seed: int = 1) -> Results:
+    """A tangent for each differentiable input, in its shape and dtype."""
+    g = torch.Generator().manual_seed(seed)
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout, "dlse": inputs.dlse}
+    given |= {name: inputs.options.get(name) for name in ("bias", "sinks")}
+    drawn = {f"t{name}": torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype) for name, x in given.items() if x is not None}
+    if inputs.options.get("score") == "hyperbolic":  # distances of points that nearly coincide have huge derivatives
+        drawn = {name: x / 16 for name, x in drawn.items()}
+    return drawn
+
+
+def joined(inputs: Inputs, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """out and lse of the whole call, from those of its dense problems."""
+    if inputs.varlen:
+        q, v = inputs.q, inputs.v
+        out = torch.cat([q.new_zeros(0, q.shape[1], v.shape[2]), *(o[0].transpose(0, 1) for o, _ in parts)])
+        return out, torch.cat([q.new_zeros(q.shape[1], 0), *(x[0] for _, x in parts)], dim=1)
+    out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+    return out.transpose(1, 2) if inputs.options.get("layout") == "bshd" else out, lse
+
+
+def formulas(inputs: Inputs, given: Results) -> tuple[Tensor, Tensor]:
+    """out and lse by the plain formulas, of these q, k, v, bias and sinks."""
+    options = inputs.options | {name: given[name] for name in ("bias", "sinks") if name in given}
+    here = dataclasses.replace(inputs, q=given["q"], k=given["k"], v=given["v"], options=options, dlse=None)
+    return joined(inputs, [plain.attention(*tensors[:3], score) for (*tensors, _), score, _ in dense_problems(here)])
+
+
+def leaves_of(inputs: Inputs, dtype: torch.dtype) -> Results:
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v} | {n: inputs.options[n] for n in ("bias", "sinks") if n in inputs.options}
+    return {name: x.detach().to(dtype).contiguous().clone() for name, x in given.items()}
+
+
+def plain_jvp(inputs: Inputs, tangents: Results, dtype: torch.dtype) -> Results:
+    leaves = leaves_of(inputs, dtype)
+    with forward_ad.dual_level():
+        dual = {name: forward_ad.make_dual(x, tangents[f"t{name}"].to(x.dtype)) for name, x in leaves.items()}
+        out, lse = formulas(inputs, dual)
+        (out, tout), (lse, tlse) = (forward_ad.unpack_dual(x) for x in (out, lse))
+        tout, tlse = (torch.zeros_like(x) if t is None else t for x, t in ((out, tout), (lse, tlse)))
+    return {"out": out, "lse": lse, "tout": tout, "tlse": tlse.masked_fill(lse == -torch.inf, 0.0)}
+
+
+def plain_second(inputs: Inputs, tangents: Results, dtype: torch.dtype) -> Results:
+    """The gradients of <tangents, gradients> by everything that the gradients depend on."""
+    leaves = {name: x.requires_grad_() for name, x in leaves_of(inputs, dtype).items()}
+    dout = inputs.dout.detach().to(dtype).requires_grad_()
+    dlse = torch.zeros(()) if inputs.dlse is None else inputs.dlse.detach().to(dtype).requires_grad_()
+    out, lse = formulas(inputs, leaves)
+    loss = (out * dout).sum()
+    if inputs.dlse is not None:
+        loss = loss + torch.where(lse == -torch.inf, 0.0, lse * dlse).sum()
+    first = torch.autograd.grad(loss, [*leaves.values()], create_graph=True, allow_unused=True, materialize_grads=True)
+    inner = sum((g * tangents[f"t{name}"].to(g.dtype)).sum() for name, g in zip(leaves, first, strict=True))
+    wanted = leaves | {"dout": dout} | ({} if inputs.dlse is None else {"dlse": dlse})
+    found = torch.autograd.grad(inner, [*wanted.values()], allow_unused=True, materialize_grads=True)
+    return dict(zip(wanted, found, strict=True))
+
+
+def compare(inputs: Inputs, found: Results, measure: Any, what: str) -> list[str]:
+    """What is wrong with results, against formulas in float64 and the error of the formulas in the call's dtype."""
+    exact, dtype = measure(torch.float64), inputs.q.dtype
+    rounded = [measure(dtype)] + ([measure(torch.float32)] if dtype in (torch.float16, torch.bfloat16) else [])
+    wrong = []
+    for name, x in found.items():
+        size = float(exact[name].abs().nan_to_num(posinf=0.0).max()) if x.numel() else 0.0
+        allowed = max(FLOOR[dtype] * size, 2 * max(e for each in rounded if (e := error(each[name], exact[name])) < float("inf")))
+        if dtype in (torch.float16, torch.bfloat16):
+            allowed += ulp(dtype, size)
+        if dtype == torch.float64:
+            allowed = max(allowed, 1e-11 * max(size, 1.0))
+        if size < 1e-9 and "v" in exact:  # it vanishes, as where each row sees one key: of the terms that cancel a rounding error is left
+            allowed += torch.finfo(dtype).eps * float(exact["v"].abs().sum())
+        if not error(x, exact[name]) <= allowed:
+            wrong.append(f"{what}: {name} is off by {error(x, exact[name]):.3g}, allowed is {allowed:.3g} of {size:.3g}")
+    return wrong
+
+
+def engines_of(case: dict[str, Any]) -> list[str | None]:
+    return [None, "reference", *beside_the_default()]
+
+
+def run_jvp(inputs: Inputs, tangents: Results, engine: str | None) -> Results:
+    own = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
+    options = inputs.options | inputs.run | {"engine": engine}
+    found = strobe.attention_jvp(inputs.q, inputs.k, inputs.v, **own, return_lse=True, **options)
+    return dict(zip(("out", "lse", "tout", "tlse"), found, strict=True))
+
+
+def run_second(inputs: Inputs, tangents: Results, engine: str | None) -> Results:
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves_of(inputs, inputs.q.dtype).items()}
+    for name in ("bias", "sinks"):
+        if name in leaves:
+            leaves[name] = inputs.options[name].detach().clone().requires_grad_()
+    options = inputs.options | inputs.run | {name: leaves[name] for name in ("bias", "sinks") if name in leaves} | {"engine": engine}
+    dout = inputs.dout.detach().clone().requires_grad_()
+    outputs, gradients = strobe.attention(leaves["q"], leaves["k"], leaves["v"], **options, return_lse=True), [dout]
+    if inputs.dlse is None:
+        outputs = outputs[:1]
+    else:
+        gradients.append(inputs.dlse.detach().clone().requires_grad_())
+    first = torch.autograd.grad(outputs, [*leaves.values()], gradients, create_graph=True)
+    wanted = leaves | dict(zip(("dout", "dlse"), gradients, strict=False))
+    second = torch.autograd.grad(first, [*wanted.values()], [tangents[f"t{name}"] for name in leaves])
+    return dict(zip(wanted, second, strict=True))
+
+
+def takes(case: dict[str, Any], engine: str | None) -> bool:
+    """Whether an engine takes every call of the case's dtype."""
+    return engine not in ("cpu-avx512bf16", "cpu-amx") or case["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_jvp(number):
+    case, wrong = CASES[number], []
+    inputs = build(case)
+    tangents = directions(inputs)
+    for engine in engines_of(case):
+        try:
+            found = run_jvp(inputs, tangents, engine)
+        except NotImplementedError:
+            if not takes(case, engine):
+                continue
+            raise
+        wrong += compare(inputs, found, lambda dtype: plain_jvp(inputs, tangents, dtype), str(engine))
+    assert not wrong, (case, wrong)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_second_derivatives(number):
+    case, wrong = CASES[number], []
+    inputs = build(case)
+    tangents = directions(inputs)
+    for engine in engines_of(case):
+        try:
+            found = run_second(inputs, tangents, engine)
+        except NotImplementedError:
+            if not takes(case, engine):
+                continue
+            raise
+        wrong += compare(inputs, found, lambda dtype: plain_second(inputs, tangents, dtype), str(engine))
+    assert not wrong, (case, wrong)
+
+
+def qkv(b: int = 2, h: int = 2, s: int = 9, d: int = 4, seed: int = 0) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(b, h, s, d, generator=g, dtype=torch.float64) for _ in range(3)]
+
+
+def plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by PyTorch's own operations."""
+    s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    return torch.softmax(s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf), -1) @ v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return strobe.attention(q, k, v, causal=True)
+
+
+def close(x: Any, y: Any) -> None:
+    torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+def test_gradcheck():
+    options = [
+        {"causal": True},
+        {"softcap": 2.0, "sinks": torch.randn(2, dtype=torch.float64, requires_grad=True)},
+        {"bias": torch.randn(1, 2, 5, 5, dtype=torch.float64, requires_grad=True), "window": (3, 1)},
+        {"dropout": 0.25, "seed": 7},
+    ]
+    for given in options:
+        tensors = [name for name in ("bias", "sinks") if name in given]
+        leaves = [x.requires_grad_() for x in qkv(1, 2, 5, 2)] + [given[name] for name in tensors]
+
+        def both(q: Tensor, k: Tensor, v: Tensor, *more: Tensor, given: Any = given, tensors: Any = tensors) -> Any:
+            return strobe.attention(q, k, v, return_lse=True, **given | dict(zip(tensors, more, strict=True)))
+
+        assert torch.autograd.gradcheck(both, leaves, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(both, leaves, check_fwd_over_rev=True)
+
+
+def test_transforms_of_torch_func():
+    primals, tangents = tuple(qkv()), tuple(qkv(seed=1))
+    close(torch.func.jvp(attend, primals, tangents), torch.func.jvp(plainly, primals, tangents))
+
+    def loss(f: Any) -> Any:
+        return lambda q, k, v: f(q, k, v).square().sum()
+
+    close(torch.func.grad(loss(attend), (0, 1, 2))(*primals), torch.func.grad(loss(plainly), (0, 1, 2))(*primals))
+    products = [torch.func.jvp(torch.func.grad(loss(f), (0, 1, 2)), primals, tangents) for f in (attend, plainly)]
+    close(*products)  # forward over reverse
+    over = [torch.func.grad(lambda *x, f=f: torch.func.jvp(loss(f), x, tangents)[1], (0, 1, 2))(*primals) for f in (attend, plainly)]
+    close(*over)  # reverse over forward
+    small = tuple(x[:1, :1, :3, :2] for x in primals)
+    close(torch.func.hessian(loss(attend), (0, 1, 2))(*small), torch.func.hessian(loss(plainly), (0, 1, 2))(*small))
+    batched = [
+        torch.func.vmap(torch.func.grad(lambda q, k, v, f=f: loss(f)(q[None], k[None], v[None])))(*primals) for f in (attend, plainly)
+    ]
+    close(*batched)  # per-sample gradients
+    pulled = [torch.func.vjp(lambda *x, f=f: torch.func.vjp(f, *x)[1](tangents[0]), *primals)[1](tangents) for f in (attend, plainly)]
+    close(*pulled)
+
+
+def test_forward_mode_of_autograd():
+    primals, tangents = qkv(), qkv(seed=1)
+    with forward_ad.dual_level():
+        out, lse = strobe.attention(
+            *(forward_ad.make_dual(x, t) for x, t in zip(primals, tangents, strict=True)), causal=True, return_lse=True
+        )
+        tout, tlse = forward_ad.unpack_dual(out).tangent, forward_ad.unpack_dual(lse).tangent
+    expected = strobe.attention_jvp(*primals, *tangents, causal=True, return_lse=True)
+    assert (tout == expected[2]).all()
+    assert (tlse == expected[3]).all()
+
+
+def test_an_absent_tangent_is_zero():
+    q, k, v = qkv()
+    tk = torch.randn_like(k)
+    zero = torch.zeros_like(q)
+    assert (strobe.attention_jvp(q, k, v, tk=tk)[1] == strobe.attention_jvp(q, k, v, zero, tk, zero)[1]).all()
+
+
+def test_functions_of_the_score():
+    primals, tangents = qkv(), qkv(seed=1)
+    table, ttable = torch.randn(2, 9, dtype=torch.float64), torch.randn(2, 9, dtype=torch.float64)
+    gate, tgate = torch.tensor(0.7, dtype=torch.float64), torch.tensor(-1.3, dtype=torch.float64)
+
+    def plain_of(q: Tensor, k: Tensor, v: Tensor, table: Tensor, gate: Tensor) -> Tensor:
+        s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        s = torch.tanh(s * gate) * 3 + table[:, None, :] * s.square()
+        return torch.softmax(s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf), -1) @ v
+
+    def strobe_of(q: Tensor, k: Tensor, v: Tensor, table: Tensor, gate: Tensor, **how: Any) -> Tensor:
+        return strobe.attention(q, k, v, causal=True, score=lambda x, b, h, i, j: torch.tanh(x * gate) * 3 + table[h, j] * x * x, **how)
+
+    expected = torch.func.jvp(plain_of, (*primals, table, gate), (*tangents, ttable, tgate))
+    for engine in (None, "reference", *beside_the_default()):
+        found = strobe.attention_jvp(
+            *primals,
+            *tangents,
+            causal=True,
+            score=lambda x, b, h, i, j: torch.tanh(x * gate) * 3 + table[h, j] * x * x,
+            captured=[table, gate],
+            tcaptured=[ttable, tgate],
+            engine=engine,
+        )
+        close(found, expected)
+        results = []
+        for f in (lambda *x, engine=engine: strobe_of(*x, engine=engine), plain_of):
+            leaves = [x.clone().requires_grad_() for x in (*primals, table, gate)]
+            first = torch.autograd.grad(f(*leaves).square().sum(), leaves, create_graph=True)
+            inner = sum((g * t).sum() for g, t in zip(first, (*tangents, ttable, tgate), strict=True))
+            results.append(torch.autograd.grad(inner, leaves))
+        close(*results)
+
+
+def test_a_compiled_step():
+    q, k, v = qkv()
+
+    def step(q: Tensor, k: Tensor, v: Tensor, tq: Tensor) -> tuple[Tensor, Tensor]:
+        out, tout = strobe.attention_jvp(q, k, v, tq, causal=True)
+        return out.sum() + tout.square().sum(), tout
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, v)]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves)
+    plain_step = step(*leaves)
+    close(compiled, plain_step)
+    close(torch.autograd.grad(compiled[0], leaves), torch.autograd.grad(plain_step[0], leaves))
+
+
+def test_what_is_refused():
+    q, k, v = qkv()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    first = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(x.sum() for x in first), leaves, create_graph=True)
+    with pytest.raises(NotImplementedError, match="strobe.attention has no third derivative"):
+        torch.autograd.grad(sum(x.sum() for x in second), leaves)
+    with pytest.raises(ValueError, match=r"^tbias: given without bias"):
+        strobe.attention_jvp(q, k, v, tbias=q)
+    with pytest.raises(ValueError, match=r"^tq: .*shape"):
+        strobe.attention_jvp(q, k, v, q[..., :2])
+    with pytest.raises(ValueError, match=r"^tcaptured: "):
+        strobe.attention_jvp(q, k, v, q, tcaptured=[q])
+    with pytest.raises(TypeError, match=r"^tk: "):
+        strobe.attention_jvp(q, k, v, q, 3)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="page_table: given for a jvp"):
+        strobe.attention_jvp(q.detach(), k.detach(), v.detach(), q.detach(), page_table=table.expand(2, 1))
+
+
+def test_explain_says_who_runs_it():
+    q, k, v = qkv()
+    for operation in ("jvp", "backward_jvp"):
+        text = strobe.explain(q, k, v, operation=operation)
+        assert text.startswith(f"attention, {operation}\n")
+        assert " predicted" in text.partition("engines")[2]
+    with pytest.raises(ValueError, match=r"^operation: 'sideways'; accepted is"):
+        strobe.explain(q, k, v, operation="sideways")
+    with pytest.raises(ValueError, match=r"^operation: 'jvp' beside backward=True"):
+        strobe.explain(q, k, v, operation="jvp", backward=True)
+
+
+def test_numpy_arrays():
+    inputs = inputs_of(2, 4, 17, 33, 16, 24, hkv=2)
+    tangents = directions(inputs)
+    own = [x.numpy() for x in (inputs.q, inputs.k, inputs.v, tangents["tq"], tangents["tk"], tangents["tv"])]
+    out, lse, tout, tlse = strobe.attention_jvp(*own, causal=True, return_lse=True)
+    assert all(isinstance(x, np.ndarray) for x in (out, lse, tout, tlse))
+    expected = strobe.attention_jvp(*map(torch.from_numpy, own), causal=True, return_lse=True)
+    for x, y in zip((out, lse, tout, tlse), expected, strict=True):
+        assert (torch.from_numpy(x) == y).all()
