@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "relative positions": ("T5EncoderModel", "T5Config", {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}),
     "linear attention": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {"layer_types": ["linear_attention", "full_attention"]}),
     "recurrent": ("MambaForCausalLM", "MambaConfig", {}),
+    "attention of its own": ("FalconForCausalLM", "FalconConfig", {"head_dim": None}),
     "images": (
         "Qwen2VLForConditionalGeneration", "Qwen2VLConfig",
         {"text_config": SMALL | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
@@ -51,7 +52,8 @@ def made(case: str, implementation: str) -> Any:
     register()
     torch.manual_seed(0)
     model, config, options = MODELS[case]
-    built = getattr(transformers, model)._from_config(getattr(transformers, config)(**SMALL | options), attn_implementation=implementation)
+    sizes = {name: x for name, x in (SMALL | options).items() if x is not None}
+    built = getattr(transformers, model)._from_config(getattr(transformers, config)(**sizes), attn_implementation=implementation)
     for name, x in built.named_parameters():
         if "sinks" in name:
             torch.nn.init.normal_(x.data)
