@@ -100,15 +100,17 @@ SPILLS_OF_FEW = {
 
 
 def options(name: str) -> int:
-    """The number of options of a kernel, whose Config ends with its Features. A band does not count."""
+    """The number of options of a kernel, whose Config ends with its Features. A band does not count, nor does the hash of functions' code,
+    the last two numbers."""
     numbers = name.partition("{")[2].partition("}")[0].split(",")
-    return sum(number != "0" for number in numbers[-FEATURES + 1 :]) if len(numbers) > FEATURES else 0
+    return sum(number != "0" for number in numbers[-FEATURES + 1 : -2]) if len(numbers) > FEATURES else 0
 
 
 def accepted(arch: int, name: str) -> int:
     """The bytes that this kernel may spill."""
     if options(name) < 2 and arch not in OLD_ARCHS:
-        return SPILLS_OF_FEW.get((arch, re.sub(r"(,0)+}", "}", name)), 0)
+        of_any_function = re.sub(r",-?\d+,-?\d+}", "}", name) if options(name) else name
+        return SPILLS_OF_FEW.get((arch, re.sub(r"(,0)+}", "}", of_any_function)), 0)
     return SPILLS.get((arch, name.partition("<")[0]), 0)
 
 
