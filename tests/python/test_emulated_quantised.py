@@ -165,6 +165,13 @@ FIRST = {
         "spare": 5,
         "missing": [[0, 3], [1, 19]],
     },
+    "large pages and invariant": {
+        "kind": ("int8", "float32"),
+        "shape": (4, 1, 70, 320, 128, 128),
+        "page": 64,
+        "missing": [[0, 2]],
+        "options": {"invariant": True, "causal": True, "seqused_k": [300, 150]},
+    },
     "packed, alike": {"kind": ("int8", "float32"), "shape": (4, 1, 160, 400, 128, 128), "starts": [[0, 80, 160], [0, 145, 400]]},
     "packed, scales of columns": {
         "kind": ("int4", "float16", 32),
