@@ -36,7 +36,7 @@ CONTRACT = (
 )
 EXTENSIONS = (
     *("test_seqused.py", "test_pages.py", "test_kv.py", "test_quantised.py", "test_auxiliary.py", "test_invariant.py", "test_parts.py"),
-    *("test_compat.py", "test_compat_flash_attn.py", "test_compat_flash_cache.py", "test_compat_flash_padding.py"),
+    *("test_eight_bits.py", "test_compat.py", "test_compat_flash_attn.py", "test_compat_flash_cache.py", "test_compat_flash_padding.py"),
     *("test_compat_flash_passes.py", "test_compat_sdpa.py", "test_lists.py", "test_writes.py", "test_captured_gradients.py"),
 )
 HELPERS = (
