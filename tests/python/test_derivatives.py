@@ -4,6 +4,7 @@ PyTorch differentiates by itself."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -322,6 +323,17 @@ def test_explain_says_who_runs_it():
         strobe.explain(q, k, v, operation="sideways")
     with pytest.raises(ValueError, match=r"^operation: 'jvp' beside backward=True"):
         strobe.explain(q, k, v, operation="jvp", backward=True)
+
+
+def test_memory_is_linear_in_the_length():
+    def workspace(operation: str, s: int) -> float:
+        q = torch.empty(1, 1, s, 16)
+        words = re.search(r"workspace ([\d.]+) (B|KiB|MiB)", strobe.explain(q, q, q, operation=operation, threads=1))
+        assert words
+        return float(words[1]) * {"B": 1, "KiB": 2**10, "MiB": 2**20}[words[2]]
+
+    for operation in ("jvp", "backward_jvp"):
+        assert workspace(operation, 1 << 18) < 5 * workspace(operation, 1 << 16)
 
 
 def test_numpy_arrays():
