@@ -199,7 +199,7 @@ class _Attention(torch.autograd.Function):
         return None, *(made.get("d" + name) for name in kept.names)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *directions: Tensor | None) -> Any:
+    def jvp(ctx: Any, of: None, *directions: Tensor | None) -> Any:
         kept = ctx.kept
         if kept.without_gradients is not None:
             argument, keys = kept.without_gradients
@@ -207,7 +207,7 @@ class _Attention(torch.autograd.Function):
         call = kept.on(_primals(ctx.saved_tensors))
         _refuse_partial(call)
         tangents = _named(call, dict(zip(kept.names, directions, strict=True)))
-        _, _, tout, tlse = jvp(call, tangents)
+        tout, tlse = jvp(call, tangents)[2:]
         return (tout, tlse, *(None for _ in call.aux)) if kept.return_lse else tout
 
 
@@ -295,7 +295,7 @@ class _Gradients(torch.autograd.Function):
         names = kept.needed((False, *ctx.needs_input_grad[3 + len(beside) :]))
         if not tangents:
             return (None,) * (3 + len(flags))
-        _, _, tout, tlse = jvp(call, tangents)
+        tout, tlse = jvp(call, tangents)[2:]
         found = {"dout": tout, "dlse": tlse}
         if names:
             made = _backward_jvp(call, tangents, known | {"tout": tout.detach(), "tlse": tlse.detach()}, names)
@@ -309,7 +309,7 @@ class _Gradients(torch.autograd.Function):
         given = dict(zip((*beside, *kept.names), directions[3:], strict=True))
         tangents = _named(call, {name: given[name] for name in kept.names})
         more = {f"t{name}": given[name] for name in ("dout", "dlse") if given.get(name) is not None}
-        _, _, tout, tlse = jvp(call, tangents)
+        tout, tlse = jvp(call, tangents)[2:]
         return _backward_jvp(call, tangents, known | more | {"tout": tout.detach(), "tlse": tlse.detach()}, ctx.names)
 
 

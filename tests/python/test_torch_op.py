@@ -384,6 +384,7 @@ KEPT = torch.rand(2, 4, 1, 1) < 0.7
 IN_GRAPHS = {
     "attention": lambda q, k, v: strobe.attention(q, k, v, dropout=0.3, seed=3),
     "attention_backward": lambda q, k, v: strobe.attention_backward(OUT, q, k, v, *strobe.attention(q, k, v, return_lse=True)),
+    "attention_jvp": lambda q, k, v: strobe.attention_jvp(q, k, v, q, k, v, causal=True, return_lse=True),
     "dropout_mask": lambda q, k, v: strobe.dropout_mask((1, 1, 9, 11), 0.5, 3),
     "engines": lambda q, k, v: strobe.engines(),
     "explain": lambda q, k, v: strobe.explain(q, k, v),
