@@ -76,7 +76,7 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--beside-pytorch", action="store_true")
     arguments = parser.parse_args()
-    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, arguments.steps)
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, min(20, arguments.steps // 4), arguments.steps)
     optimizer = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0)
     torch_step = None
     if arguments.beside_pytorch:
