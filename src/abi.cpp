@@ -75,16 +75,16 @@ template <class F> int32_t guarded(F &&body) noexcept {
   }
 }
 
-Direction checked(int32_t direction) {
-  if (direction != STROBE_FORWARD && direction != STROBE_BACKWARD)
-    refuse("direction", Code::value, "{0}; accepted is {1} (forward) or {2} (backward)", direction, int(STROBE_FORWARD),
-           int(STROBE_BACKWARD));
-  return static_cast<Direction>(direction);
+Operation checked(int32_t direction) {
+  if (direction < 0 || direction >= kOperations)
+    refuse("direction", Code::value, "{0}; accepted is {1} (forward), {2} (backward), {3} (jvp) or {4} (backward_jvp)", direction,
+           int(STROBE_FORWARD), int(STROBE_BACKWARD), int(STROBE_JVP), int(STROBE_BACKWARD_JVP));
+  return static_cast<Operation>(direction);
 }
 
-void run(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction) {
-  const Call call(a, t, e, direction);
-  perform(call.decision(), call.problem, call.execution, direction);
+void run(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Operation operation) {
+  const Call call(a, t, e, operation);
+  perform(call.decision(), call.problem, call.execution, operation);
 }
 
 void check_plan(const strobe_plan *plan) {
@@ -109,7 +109,7 @@ void check_prepared(const strobe_prepared *prepared) {
 }
 
 void run_reference(const strobe_attention *attention, const strobe_tensors *t, const strobe_execution *e, const strobe_selection *selection,
-                   Direction direction) {
+                   Operation operation) {
   Reasons reasons;
   strobe_attention a = read_versioned("attention", attention, reasons);
   strobe_selection selected{};
@@ -118,12 +118,12 @@ void run_reference(const strobe_attention *attention, const strobe_tensors *t, c
   a.engine = reference_engine()->name();
   Problem problem;
   Execution execution;
-  check_all([&] { problem = validate(&a, t, direction); }, [&] { execution = validate(e); });
+  check_all([&] { problem = validate(&a, t, operation); }, [&] { execution = validate(e); });
   if (problem.device_type != STROBE_CPU)
     refuse("q", Code::device, "on a CUDA device; accepted are tensors on the CPU, where the reference computes");
-  reference(problem, execution, direction, selection ? &selected : nullptr);
-  if (!selected.rows) clear_padding_of_queries(problem, execution, direction);
-  if (!selected.cols) clear_padding_of_keys(problem, execution, direction);
+  reference(problem, execution, operation, selection ? &selected : nullptr);
+  if (!selected.rows) clear_padding_of_queries(problem, execution, operation);
+  if (!selected.cols) clear_padding_of_keys(problem, execution, operation);
 }
 
 void check_text(const char *text, size_t capacity) {
@@ -144,7 +144,7 @@ const Engine *engine_at(int32_t index) {
 }
 
 // Writes the text that `says` returns about a call's kernels on a GPU of this compute capability. The GPU need not be present.
-int32_t ahead_of_time(std::string (*says)(const Problem &, Direction, int cc), const strobe_attention *a, const strobe_tensors *t,
+int32_t ahead_of_time(std::string (*says)(const Problem &, Operation, int cc), const strobe_attention *a, const strobe_tensors *t,
                       int32_t direction, int32_t compute_capability, char *text, size_t capacity, size_t *needed) {
   return guarded([&] {
     check_text(text, capacity);
@@ -186,11 +186,19 @@ const char *strobe_status_name(int32_t status) {
 }
 
 int32_t strobe_forward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e) {
-  return guarded([&] { run(a, t, e, Direction::forward); });
+  return guarded([&] { run(a, t, e, Operation::forward); });
 }
 
 int32_t strobe_backward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e) {
-  return guarded([&] { run(a, t, e, Direction::backward); });
+  return guarded([&] { run(a, t, e, Operation::backward); });
+}
+
+int32_t strobe_jvp(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e) {
+  return guarded([&] { run(a, t, e, Operation::jvp); });
+}
+
+int32_t strobe_backward_jvp(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e) {
+  return guarded([&] { run(a, t, e, Operation::backward_jvp); });
 }
 
 int32_t strobe_make_plan(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction,
@@ -241,7 +249,7 @@ int32_t strobe_explain(const strobe_attention *a, const strobe_tensors *t, const
   return guarded([&] {
     check_text(text, capacity);
     const Call call(a, t, e, checked(direction));
-    write_text(explain(call.problem, call.execution, call.direction, call.choice), text, capacity, needed);
+    write_text(explain(call.problem, call.execution, call.operation, call.choice), text, capacity, needed);
   });
 }
 
@@ -307,10 +315,10 @@ int32_t strobe_mask_blocks(const strobe_block_mask *mask, strobe_kept_blocks *ke
 }
 
 int32_t strobe_reference_forward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, const strobe_selection *s) {
-  return guarded([&] { run_reference(a, t, e, s, Direction::forward); });
+  return guarded([&] { run_reference(a, t, e, s, Operation::forward); });
 }
 
 int32_t strobe_reference_backward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e,
                                   const strobe_selection *s) {
-  return guarded([&] { run_reference(a, t, e, s, Direction::backward); });
+  return guarded([&] { run_reference(a, t, e, s, Operation::backward); });
 }

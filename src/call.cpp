@@ -6,15 +6,15 @@
 
 namespace strobe {
 
-Call::Call(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction, std::vector<Placed> *placed)
-    : direction(direction) {
+Call::Call(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Operation operation, std::vector<Placed> *placed)
+    : operation(operation) {
   Reasons told; // validate() adds its reasons here
-  check_all([&] { problem = validate(a, t, direction, placed); }, [&] { execution = validate(e); },
+  check_all([&] { problem = validate(a, t, operation, placed); }, [&] { execution = validate(e); },
             [&] { check_engine(read_versioned("attention", a, told).engine); });
-  choice = choose(problem, execution, direction);
+  choice = choose(problem, execution, operation);
 }
 
-void perform(const Decision &decision, const Problem &problem, const Execution &execution, Direction direction) {
+void perform(const Decision &decision, const Problem &problem, const Execution &execution, Operation operation) {
   const auto &[engine, plan] = decision;
   Workspace own;
   void *workspace = execution.workspace;
@@ -30,8 +30,8 @@ void perform(const Decision &decision, const Problem &problem, const Execution &
     refuse("execution.workspace_bytes", Code::value, "{0}; accepted is {1} or more, as strobe_workspace_size() says",
            execution.workspace_bytes, plan.workspace_bytes);
   }
-  engine->run(problem, execution, direction, plan, workspace);
-  if (engine->device_type() == STROBE_CPU) clear_padding(problem, execution, direction);
+  engine->run(problem, execution, operation, plan, workspace);
+  if (engine->device_type() == STROBE_CPU) clear_padding(problem, execution, operation);
 }
 
 } // namespace strobe

@@ -9,15 +9,15 @@ namespace strobe {
 struct Call {
   Problem problem;
   Execution execution;
-  Direction direction;
+  Operation operation;
   Choice choice;
 
-  Call(const strobe_attention *, const strobe_tensors *, const strobe_execution *, Direction, std::vector<Placed> *placed = nullptr);
-  Decision decision() const { return decide(problem, execution, direction, choice); }
+  Call(const strobe_attention *, const strobe_tensors *, const strobe_execution *, Operation, std::vector<Placed> *placed = nullptr);
+  Decision decision() const { return decide(problem, execution, operation, choice); }
 };
 
 // Runs the plan in the caller's workspace, or in one from the execution's allocator.
-void perform(const Decision &, const Problem &, const Execution &, Direction);
+void perform(const Decision &, const Problem &, const Execution &, Operation);
 
 // Makes all checks, and throws their refusals together.
 template <class... Checks> void check_all(Checks &&...checks) {

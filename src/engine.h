@@ -33,11 +33,13 @@ public:
   virtual std::string missing() const = 0;
   // Whether the engine runs only if asked for by name (the reference, the ladder).
   virtual bool only_by_name() const { return false; }
-  virtual Answer plan(const Problem &, const Execution &, Direction) const = 0;
+  // Whether the engine has this operation at all. Its plan() is asked for no other one.
+  virtual bool computes(Operation operation) const { return operation == Operation::forward || operation == Operation::backward; }
+  virtual Answer plan(const Problem &, const Execution &, Operation) const = 0;
   // A workspace for one call, freed when the call returns.
   virtual Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const;
   // Runs a plan. The workspace holds at least plan.workspace_bytes, 256-byte aligned.
-  virtual void run(const Problem &, const Execution &, Direction, const Plan &, void *workspace) const = 0;
+  virtual void run(const Problem &, const Execution &, Operation, const Plan &, void *workspace) const = 0;
 };
 
 // All engines, as src/engines.cpp lists them.
@@ -52,10 +54,10 @@ struct Choice {
   int chosen = -1;      // index into rows; -1: none
   bool follows = false; // the engine of the same call's forward was chosen, whatever the predicted times
 };
-Choice choose(const Problem &, const Execution &, Direction);
+Choice choose(const Problem &, const Execution &, Operation);
 // choose() with the answers of `ask`, possibly for another machine. `ask` is called for each engine of the problem's device, with the
 // problem and with variants of it.
-using Ask = std::function<Answer(const Engine &, const Problem &, Direction)>;
-Choice choose(const Problem &, Direction, const Ask &);
+using Ask = std::function<Answer(const Engine &, const Problem &, Operation)>;
+Choice choose(const Problem &, Operation, const Ask &);
 
 } // namespace strobe

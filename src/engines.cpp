@@ -70,28 +70,32 @@ static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
 // The problem with dense tensors. It is planned, but not run.
 static Problem stored_densely(Problem p) {
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k;
-  for (View *x : {&p.q, &p.dq}) make_dense(*x, p.heads, rows_q, p.head_dim);
-  for (View *x : {&p.k, &p.dk}) make_dense(*x, p.heads_kv, rows_k, p.stored(p.head_dim));
-  for (View *x : {&p.v, &p.dv}) make_dense(*x, p.heads_kv, rows_k, p.stored(p.head_dim_v));
-  for (View *x : {&p.out, &p.dout}) make_dense(*x, p.heads, rows_q, p.head_dim_v);
+  for (View *x : {&p.q, &p.dq, &p.tq}) make_dense(*x, p.heads, rows_q, p.head_dim);
+  for (View *x : {&p.k, &p.dk, &p.tk}) make_dense(*x, p.heads_kv, rows_k, p.stored(p.head_dim));
+  for (View *x : {&p.v, &p.dv, &p.tv}) make_dense(*x, p.heads_kv, rows_k, p.stored(p.head_dim_v));
+  for (View *x : {&p.out, &p.dout, &p.tout, &p.tdout}) make_dense(*x, p.heads, rows_q, p.head_dim_v);
   return p;
 }
 
 // Whether the backward prefers the engine that the forward of the same call would choose. The backward's P is exp(S - LSE). In FP32, two
 // engines on a GPU round S so differently that P would break the contract if S and LSE came from different engines.
-static bool follows_forward(const Problem &problem, Direction direction) {
-  return direction == Direction::backward && problem.wishes.engine.empty() && problem.dtype == DType::f32 &&
-         problem.device_type != STROBE_CPU;
+static bool follows_forward(const Problem &problem, Operation operation) {
+  return writes(operation, kGradients) && problem.wishes.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
+}
+
+static Answer asked(const Ask &ask, const Engine &engine, const Problem &problem, Operation operation) {
+  if (!engine.computes(operation)) return text("does not compute ", name(operation));
+  return ask(engine, problem, operation);
 }
 
 // With `invariant`, the choice is the first engine that would support the call if its tensors were dense. If that engine does not support
 // the actual strides, no other engine is chosen, because two engines give different bits.
-static void choose_first(Choice &choice, const Problem &problem, Direction direction, const Ask &ask) {
+static void choose_first(Choice &choice, const Problem &problem, Operation operation, const Ask &ask) {
   const Problem dense = stored_densely(problem);
   choice.chosen = -1;
   for (size_t i = 0; i < choice.rows.size(); i++) {
     const Engine &engine = *choice.rows[i].engine;
-    if (engine.device_type() != problem.device_type || !std::holds_alternative<Plan>(ask(engine, dense, direction))) continue;
+    if (engine.device_type() != problem.device_type || !std::holds_alternative<Plan>(asked(ask, engine, dense, operation))) continue;
     if (std::holds_alternative<Plan>(choice.rows[i].answer)) {
       choice.chosen = static_cast<int>(i);
       return;
@@ -105,11 +109,11 @@ static void choose_first(Choice &choice, const Problem &problem, Direction direc
   }
 }
 
-Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
+Choice choose(const Problem &problem, Operation operation, const Ask &ask) {
   Choice choice;
   double least = 0;
   for (const Engine *engine : engines()) {
-    Answer answer = engine->device_type() == problem.device_type ? ask(*engine, problem, direction)
+    Answer answer = engine->device_type() == problem.device_type ? asked(ask, *engine, problem, operation)
                     : problem.device_type == STROBE_CPU          ? "the tensors are on the CPU"
                                                                  : "the tensors are on a CUDA device";
     if (const Plan *plan = std::get_if<Plan>(&answer); plan && (problem.wishes.engine.empty() || problem.wishes.engine == engine->name()))
@@ -119,20 +123,20 @@ Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
       }
     choice.rows.push_back({engine, std::move(answer)});
   }
-  if (problem.invariant && problem.wishes.engine.empty()) choose_first(choice, problem, direction, ask);
-  if (choice.chosen >= 0 && follows_forward(problem, direction)) {
-    const int same = choose(problem, Direction::forward, ask).chosen; // an index into the rows of either choice, which has one per engine
+  if (problem.invariant && problem.wishes.engine.empty()) choose_first(choice, problem, operation, ask);
+  if (choice.chosen >= 0 && follows_forward(problem, operation)) {
+    const int same = choose(problem, Operation::forward, ask).chosen; // an index into the rows of either choice, which has one per engine
     if (same >= 0 && same != choice.chosen && std::holds_alternative<Plan>(choice.rows[same].answer))
       choice.chosen = same, choice.follows = true;
   }
   return choice;
 }
 
-Choice choose(const Problem &problem, const Execution &execution, Direction direction) {
-  return choose(problem, direction, [&](const Engine &engine, const Problem &problem, Direction direction) -> Answer {
+Choice choose(const Problem &problem, const Execution &execution, Operation operation) {
+  return choose(problem, operation, [&](const Engine &engine, const Problem &problem, Operation operation) -> Answer {
     if (const std::string &reason = missing(engine); !reason.empty()) return reason;
     if (engine.only_by_name() && problem.wishes.engine != engine.name()) return "runs only when asked for by name";
-    return engine.plan(problem, execution, direction);
+    return engine.plan(problem, execution, operation);
   });
 }
 
@@ -145,8 +149,9 @@ static Problem without_options(const Problem &p) {
   plain.lists = p.lists, plain.forms = p.forms;
   plain.dtype = p.dtype, plain.device_type = p.device_type, plain.device_index = p.device_index;
   plain.scale = p.scale, plain.bottom_right = p.bottom_right, plain.allow_tf32 = p.allow_tf32; // no engine refuses these
-  for (auto tensor : {&Problem::q, &Problem::k, &Problem::v, &Problem::out, &Problem::lse, &Problem::dout, &Problem::dlse, &Problem::dq,
-                      &Problem::dk, &Problem::dv})
+  for (auto tensor :
+       {&Problem::q, &Problem::k, &Problem::v, &Problem::out, &Problem::lse, &Problem::dout, &Problem::dlse, &Problem::dq, &Problem::dk,
+        &Problem::dv, &Problem::tq, &Problem::tk, &Problem::tv, &Problem::tdout, &Problem::tdlse, &Problem::tout, &Problem::tlse})
     plain.*tensor = p.*tensor;
   for (View *x : {&plain.k, &plain.v}) {
     x->page_size = x->pages_each = 0, x->page_table = nullptr;
@@ -162,7 +167,7 @@ bool stands_elsewhere(const Choice::Row &row, const Choice &choice, const Proble
   });
 }
 
-Decision decide(const Problem &problem, const Execution &execution, Direction direction, const Choice &choice) {
+Decision decide(const Problem &problem, const Execution &execution, Operation operation, const Choice &choice) {
   if (choice.chosen < 0) {
     std::string reasons;
     for (const Choice::Row &row : choice.rows)
@@ -180,7 +185,7 @@ Decision decide(const Problem &problem, const Execution &execution, Direction di
       if (!choice.follows && plan->predicted_seconds < std::get<Plan>(chosen.answer).predicted_seconds)
         throw Error(STROBE_UNSUPPORTED,
                     text("strict: ", chosen.engine->name(), " was asked for by name, and ", engine->name(), " is faster"));
-    } else if (std::holds_alternative<Plan>(engine->plan(without_options(problem), execution, direction))) {
+    } else if (engine->computes(operation) && std::holds_alternative<Plan>(engine->plan(without_options(problem), execution, operation))) {
       throw Error(STROBE_UNSUPPORTED, text("strict: ", chosen.engine->name(), " would run, for the faster ", engine->name(),
                                            " refuses: ", std::get<std::string>(answer)));
     }

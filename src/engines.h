@@ -19,9 +19,9 @@ struct Decision {
   const Engine *engine;
   const Plan &plan;
 };
-Decision decide(const Problem &, const Execution &, Direction, const Choice &);
+Decision decide(const Problem &, const Execution &, Operation, const Choice &);
 
 // A report of the choice: the call, each engine's plan or reason, the choice and its notes.
-std::string explain(const Problem &, const Execution &, Direction, const Choice &);
+std::string explain(const Problem &, const Execution &, Operation, const Choice &);
 
 } // namespace strobe

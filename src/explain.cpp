@@ -148,17 +148,17 @@ std::string in_words(const Answer &answer) {
 
 } // namespace
 
-std::string explain(const Problem &problem, const Execution &execution, Direction direction, const Choice &choice) {
+std::string explain(const Problem &problem, const Execution &execution, Operation operation, const Choice &choice) {
   Page page;
   for (const Choice::Row &row : choice.rows) page.fit(row.engine->name());
-  page.heading(direction == Direction::forward ? "attention, forward" : "attention, backward");
+  page.heading(text("attention, ", name(operation)));
   asked(page, problem, execution);
   page.heading("engines");
   for (const Choice::Row &row : choice.rows)
     if (!stands_elsewhere(row, choice, problem)) page.line(row.engine->name(), in_words(row.answer));
   page.heading("choice");
   try {
-    const Decision decision = decide(problem, execution, direction, choice);
+    const Decision decision = decide(problem, execution, operation, choice);
     page.line(decision.engine->name(), !problem.wishes.engine.empty() ? "asked for by name"
                                        : choice.follows               ? "the forward's engine, whose LSE the backward takes"
                                        : problem.invariant ? "invariant: the first one that takes the dtype, head dimensions and options"

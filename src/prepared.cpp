@@ -32,9 +32,9 @@ bool on_16_bytes(const void *address) { return reinterpret_cast<uintptr_t>(addre
 
 } // namespace
 
-Prepared::Prepared(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction)
-    : direction_(direction) {
-  const Call call(a, t, e, direction, &placed_);
+Prepared::Prepared(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Operation operation)
+    : operation_(operation) {
+  const Call call(a, t, e, operation, &placed_);
   const Decision decision = call.decision();
   problem_ = call.problem, problem_.lists.reset(); // each run has its own copies of lists
   threads_ = call.execution.threads, reserved_sms_ = call.execution.reserved_sms, engine_ = decision.engine, plan_ = decision.plan;
@@ -66,7 +66,7 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
         reasons.add(field.name, Code::excluded, "given, where the call was prepared without one; accepted is {0}", Absent{"null"});
       continue;
     }
-    if (was.placed < 0) continue; // this direction does not use the tensor
+    if (was.placed < 0) continue; // this operation does not use the tensor
     Footprint &bytes = placed[was.placed].bytes;
     if (bytes.begin == bytes.end) continue;
     if (!address) {
@@ -101,9 +101,9 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
   how.size = sizeof how, how.threads = threads_, how.reserved_sms = reserved_sms_;
   const Execution execution = validate(&how);
   if (update_longest(problem)) // the lengths are others: the call is planned again
-    perform(decide(problem, execution, direction_, choose(problem, execution, direction_)), problem, execution, direction_);
+    perform(decide(problem, execution, operation_, choose(problem, execution, operation_)), problem, execution, operation_);
   else
-    perform({engine_, plan_}, problem, execution, direction_);
+    perform({engine_, plan_}, problem, execution, operation_);
 }
 
 } // namespace strobe

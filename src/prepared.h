@@ -9,7 +9,7 @@ namespace strobe {
 
 class Prepared {
 public:
-  Prepared(const strobe_attention *, const strobe_tensors *, const strobe_execution *, Direction);
+  Prepared(const strobe_attention *, const strobe_tensors *, const strobe_execution *, Operation);
 
   const Plan &plan() const { return plan_; }
   void run(const strobe_addresses *, const strobe_execution *) const;
@@ -19,11 +19,11 @@ private:
   struct Was {
     bool present = false;
     const char *address = nullptr;
-    int32_t placed = -1; // index into placed_; -1: this direction does not use the tensor
+    int32_t placed = -1; // index into placed_; -1: this operation does not use the tensor
   };
 
   Problem problem_; // with the addresses at the time when the call was prepared
-  Direction direction_;
+  Operation operation_;
   int32_t threads_, reserved_sms_;
   const Engine *engine_;
   Plan plan_;

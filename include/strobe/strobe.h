@@ -102,7 +102,13 @@ typedef struct strobe_function {
 /* The upper limits of strobe_execution.threads, and of strobe_attention.tile_q and tile_k. */
 enum { STROBE_MAX_THREADS = 1024, STROBE_MAX_TILE = 65536 };
 
-typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
+/* What a call computes. */
+typedef enum strobe_direction {
+  STROBE_FORWARD = 0,
+  STROBE_BACKWARD = 1,
+  STROBE_JVP = 2,         /* the derivatives of out and lse in the direction of the tangents */
+  STROBE_BACKWARD_JVP = 3 /* the derivatives of the gradients in that direction */
+} strobe_direction;
 
 /* A view of memory that the caller owns. rank <= 4. Entries of shape and strides past rank are ignored. Strides count elements. */
 typedef struct strobe_tensor {
@@ -226,6 +232,12 @@ typedef struct strobe_tensors {
   /* int32 (kept), for the entries of block_cols and of block_cols_t: other than 0 promises that mask_function sees every pair of the block,
    * so that engines need not evaluate it there. Optional; with the transpose both are given. */
   const strobe_tensor *block_full, *block_full_t;
+  /* jvp and backward_jvp: the tangents of inputs, which are the direction of the derivative. Each has its input's shape and dtype; that of
+   * captured_n, a float tensor that score_function reads, may also be float32 or float64. An absent one is 0. */
+  const strobe_tensor *tq, *tk, *tv, *tbias, *tsinks;
+  const strobe_tensor *tcaptured_0, *tcaptured_1, *tcaptured_2, *tcaptured_3, *tcaptured_4, *tcaptured_5, *tcaptured_6, *tcaptured_7;
+  const strobe_tensor *tdout, *tdlse; /* backward_jvp: the tangents of dout and dlse; absent ones are 0 */
+  const strobe_tensor *tout, *tlse;   /* the derivatives of out and lse, in their shapes and dtypes: jvp writes, backward_jvp reads them */
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It must run body(arg, i) once for each i in [0, n), on any number of threads, and
@@ -325,6 +337,12 @@ STROBE_API const char *strobe_status_name(int32_t status);
 
 STROBE_API int32_t strobe_forward(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
 STROBE_API int32_t strobe_backward(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
+/* Forward mode: writes tout and, where given, tlse, out and lse, in one pass. */
+STROBE_API int32_t strobe_jvp(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
+/* Writes to dq, dk, dv, dbias, dsinks and dcaptured_n the derivatives of these gradients. It reads out and lse of strobe_forward, and tout and
+ * tlse of strobe_jvp with the same tangents. With tdout and tdlse absent and cotangents of dq, dk, ... as tangents it is the backward of
+ * strobe_backward: then tout and tlse are the gradients of dout and dlse. */
+STROBE_API int32_t strobe_backward_jvp(const strobe_attention *, const strobe_tensors *, const strobe_execution *);
 
 /* Validates the call, then says what would run and how much workspace it needs. */
 STROBE_API int32_t strobe_make_plan(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
@@ -351,6 +369,9 @@ typedef struct strobe_addresses {
   void *captured_0, *captured_1, *captured_2, *captured_3, *captured_4, *captured_5, *captured_6, *captured_7;
   void *dcaptured_0, *dcaptured_1, *dcaptured_2, *dcaptured_3, *dcaptured_4, *dcaptured_5, *dcaptured_6, *dcaptured_7;
   void *block_full, *block_full_t;
+  void *tq, *tk, *tv, *tbias, *tsinks;
+  void *tcaptured_0, *tcaptured_1, *tcaptured_2, *tcaptured_3, *tcaptured_4, *tcaptured_5, *tcaptured_6, *tcaptured_7;
+  void *tdout, *tdlse, *tout, *tlse;
 } strobe_addresses;
 
 /* Keeps only threads and reserved_sms of the execution. On success *prepared is written; the caller has to release it. */

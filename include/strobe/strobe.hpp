@@ -289,6 +289,23 @@ struct Backward {
   Tensor dcaptured_0 = {}, dcaptured_1 = {}, dcaptured_2 = {}, dcaptured_3 = {}; // of what score_function reads
   Tensor dcaptured_4 = {}, dcaptured_5 = {}, dcaptured_6 = {}, dcaptured_7 = {};
 };
+// The direction of a derivative. A tangent that is not given is 0.
+struct Tangents {
+  ConstTensor tq = {}, tk = {}, tv = {}, tbias = {}, tsinks = {};
+  ConstTensor tcaptured_0 = {}, tcaptured_1 = {}, tcaptured_2 = {}, tcaptured_3 = {};
+  ConstTensor tcaptured_4 = {}, tcaptured_5 = {}, tcaptured_6 = {}, tcaptured_7 = {};
+};
+// out and lse are computed as well where given.
+struct Jvp {
+  Tangents in = {};
+  Tensor tout = {}, tlse = {}, out = {}, lse = {};
+};
+// The gradients receive their derivatives.
+struct BackwardJvp {
+  Tangents in = {};
+  ConstTensor tdout = {}, tdlse = {}, tout = {}, tlse = {};
+  Backward of = {};
+};
 
 // How a call runs. By default the call starts as many threads as the process may run on, and allocates its workspace.
 struct Execution {
@@ -326,6 +343,8 @@ struct RawAttention : strobe_attention {
 #include "strobe/fields.inc"
   }
   RawAttention(const Attention &a, const Forward &) : RawAttention(a) {}
+  RawAttention(const Attention &a, const Jvp &) : RawAttention(a) {}
+  RawAttention(const Attention &a, const BackwardJvp &b) : RawAttention(a, b.of) {}
   RawAttention(const Attention &a, const Backward &b) : RawAttention(a) {
 #define STROBE_BACKWARD_MODE(name) put(name, b.name);
 #include "strobe/fields.inc"
@@ -378,6 +397,29 @@ inline strobe_tensors raw(const Attention &a, const Backward &b) {
   return raw;
 }
 
+inline void put_tangents(strobe_tensors &raw, const Tangents &t) {
+#define STROBE_TANGENT(name, place) put(raw.name, t.name, #name);
+#include "strobe/fields.inc"
+}
+
+inline strobe_tensors raw(const Attention &a, const Jvp &j) {
+  strobe_tensors raw = raw_inputs(a);
+  put_tangents(raw, j.in);
+#define STROBE_RESULT(name, place) put(raw.name, j.name, #name);
+#define STROBE_TRESULT(name, place) put(raw.name, j.name, #name);
+#include "strobe/fields.inc"
+  return raw;
+}
+
+inline strobe_tensors raw(const Attention &a, const BackwardJvp &b) {
+  strobe_tensors raw = detail::raw(a, b.of);
+  put_tangents(raw, b.in);
+#define STROBE_TBACKWARD(name, place) put(raw.name, b.name, #name);
+#define STROBE_TRESULT(name, place) put(raw.name, b.name, #name);
+#include "strobe/fields.inc"
+  return raw;
+}
+
 inline strobe_execution raw(const Execution &e) {
   strobe_execution raw{};
   raw.size = sizeof raw;
@@ -388,10 +430,14 @@ inline strobe_execution raw(const Execution &e) {
   return raw;
 }
 
-template <class Direction> inline constexpr int32_t direction_of = std::is_same_v<Direction, Forward> ? STROBE_FORWARD : STROBE_BACKWARD;
+template <class T> inline constexpr int32_t direction_of = -1;
+template <> inline constexpr int32_t direction_of<Forward> = STROBE_FORWARD;
+template <> inline constexpr int32_t direction_of<Backward> = STROBE_BACKWARD;
+template <> inline constexpr int32_t direction_of<Jvp> = STROBE_JVP;
+template <> inline constexpr int32_t direction_of<BackwardJvp> = STROBE_BACKWARD_JVP;
 
 template <class T>
-concept Direction = std::is_same_v<T, Forward> || std::is_same_v<T, Backward>;
+concept Direction = direction_of<T> >= 0;
 
 } // namespace detail
 
@@ -409,7 +455,21 @@ inline void backward(const Attention &attention, const Backward &gradients, cons
   detail::check(strobe_backward(&a, &t, &e));
 }
 
-// Reports what a forward() or backward() with these arguments would run.
+inline void jvp(const Attention &attention, const Jvp &derivatives, const Execution &execution = {}) {
+  const detail::RawAttention a(attention, derivatives);
+  const auto t = detail::raw(attention, derivatives);
+  const auto e = detail::raw(execution);
+  detail::check(strobe_jvp(&a, &t, &e));
+}
+
+inline void backward_jvp(const Attention &attention, const BackwardJvp &derivatives, const Execution &execution = {}) {
+  const detail::RawAttention a(attention, derivatives);
+  const auto t = detail::raw(attention, derivatives);
+  const auto e = detail::raw(execution);
+  detail::check(strobe_backward_jvp(&a, &t, &e));
+}
+
+// Reports what a call with these arguments would run.
 template <detail::Direction D> strobe_plan plan(const Attention &attention, const D &direction, const Execution &execution = {}) {
   const detail::RawAttention a(attention, direction);
   const auto t = detail::raw(attention, direction);

@@ -220,7 +220,7 @@ static int is_whole(PyObject *x, const struct view *t) {
 
 /* --- Keys: bytes that determine what runs ------------------------------------------------------------------------------------------ */
 
-enum { MOST_BYTES = 4096, MOST_TENSORS = 48, LONG_TEXT = 256 };
+enum { MOST_BYTES = 4096, MOST_TENSORS = 80, LONG_TEXT = 256 };
 _Static_assert(MOST_TENSORS >= sizeof(strobe_addresses) / sizeof(void *) - 1, "a call may have more tensors");
 
 struct call {

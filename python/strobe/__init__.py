@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ._abi import engines, version
-from ._attention import attention, attention_backward, dropout_mask, explain, reference, reference_backward
+from ._attention import attention, attention_backward, attention_jvp, dropout_mask, explain, reference, reference_backward
 from ._blockmask import BlockMask
 from ._call import IMPORTED_LATE, Gradients, GradientsWithCaptured
 from ._merge import merge
@@ -54,6 +54,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_jvp",
     "dropout_mask",
     "engines",
     "explain",

@@ -16,6 +16,15 @@ T = TypeVar("T")
 
 FORWARD: int = lib.STROBE_FORWARD
 BACKWARD: int = lib.STROBE_BACKWARD
+# What a call computes.
+OPERATIONS: dict[str, int] = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "jvp": lib.STROBE_JVP,
+    "backward_jvp": lib.STROBE_BACKWARD_JVP,
+}
+IN_A_DIRECTION = (OPERATIONS["jvp"], OPERATIONS["backward_jvp"])  # those that read tangents
+WITH_GRADIENTS = (BACKWARD, OPERATIONS["backward_jvp"])  # the operations that read dout and write gradients
 CPU: int = lib.STROBE_CPU
 CUDA: int = lib.STROBE_CUDA
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from ._abi import graph_break, is_traced_by_dynamo, outside_graphs
+from ._abi import OPERATIONS, graph_break, is_traced_by_dynamo, outside_graphs
 from ._call import BEFORE_PARSING, IMPORTED_LATE, Call, Gradients, GradientsWithCaptured, drawn_mask
-from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
+from ._checks import Wrong, flag, is_array, is_choice, is_integer, number, of_generator, refusal
 from ._function import in_options
 from ._messages import is_bool, shown
-from ._options import AUX, AttentionOptions, documentation, parameters
+from ._options import AUX, TANGENTS, AttentionOptions, documentation, parameters
 from ._parse import is_seed, parse, parse_aux, seed_options
 from ._part import Part
-from ._refusals import Hint, raised_for, refusals_of, refusing
+from ._refusals import Hint, Name, raised_for, refusals_of, refusing
 from .arrays.base import Array, Framework
 from .arrays.known import framework_like, known_framework
 
@@ -306,6 +306,84 @@ def _of_rows(
     return given if dlse is None else {**given, "dlse": dlse}
 
 
+def attention_jvp(
+    q: Array,
+    k: Array,
+    v: Array,
+    tq: Array | None = None,
+    tk: Array | None = None,
+    tv: Array | None = None,
+    *,
+    tbias: Array | None = None,
+    tsinks: Array | None = None,
+    captured: Sequence[Array] = (),
+    tcaptured: Sequence[Array] = (),
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any:
+    """attention(), and its derivative in the direction of tangents, in one pass and in memory linear in the sequence length.
+
+    With torch tensors, all results are differentiable once in reverse mode, by the inputs and by the tangents. torch.func.jvp and
+    torch.autograd.forward_ad of attention() compute the same. docs/derivatives.md has the formulas.
+
+    Args:
+        q, k, v, options: those of attention() except aux. With dropout, its mask is that of the call and does not depend on the tangents.
+        tq, tk, tv: the tangents of q, k and v, in their shapes and dtypes. None means 0.
+        tbias, tsinks: those of bias and sinks.
+        captured: float arrays that the function of the score reads, the same objects.
+        tcaptured: the tangent of each, in its shape; with these a function may read up to 8 arrays, tangents included.
+        return_lse: True returns (out, lse, tout, tlse).
+
+    Returns:
+        (out, tout), or (out, lse, tout, tlse): the results of attention(), and their derivatives in the same shapes and dtypes. A query
+        that sees no key has the derivative 0; with a sink, that of its lse is the sink's tangent.
+
+    Raises:
+        The errors of attention().
+    """
+    if is_traced_by_dynamo() and in_options(options):
+        graph_break(OUTSIDE.format("strobe.attention_jvp"))
+        more: Any = {"tbias": tbias, "tsinks": tsinks, "captured": captured, "tcaptured": tcaptured, "return_lse": return_lse}
+        return outside_graphs(attention_jvp)(q, k, v, tq, tk, tv, **more, **options)
+    wrong: Wrong = []
+    flag(wrong, "return_lse", return_lse)
+    given = {"tq": tq, "tk": tk, "tv": tv, "tbias": tbias, "tsinks": tsinks}
+    tangents = {name: x for name, x in given.items() if x is not None}
+    call = parse("attention_jvp", q, k, v, options, wrong, known=tangents)
+    for name in ("bias", "sinks"):
+        if f"t{name}" in tangents and name not in call.arrays:
+            raise refusing(ValueError, f"t{name}", "given without {0}; accepted is both, or {0} alone", Name(name))
+    tangents = {name: _like_input(call, name, x) for name, x in tangents.items()} | _tangents_of_captured(call, captured, tcaptured)
+    if not call.framework.is_traced:
+        found = call.jvp(tangents)
+    else:
+        from . import _autograd
+
+        call = call.on(call.framework.autocast(call.arrays))
+        found = _autograd.jvp(call, {name: call.framework.cast(x, call.arrays[TANGENTS[name]].dtype) for name, x in tangents.items()})
+    out, lse, tout, tlse = found
+    return (out, lse, tout, tlse) if return_lse else (out, tout)
+
+
+def _like_input(call: Call, name: str, tangent: Array) -> Array:
+    """A tangent as the library takes it: that of sinks in 16 bits is cast as they are, and that of a bias has as many axes as it."""
+    of = call.arrays[TANGENTS[name]]
+    return call.framework.cast(tangent, of.dtype) if name == "tsinks" and tangent.dtype != of.dtype else tangent
+
+
+def _tangents_of_captured(call: Call, captured: Any, tangents: Any) -> dict[str, Array]:
+    names = _captures(call, captured)
+    if not isinstance(tangents, Sequence) or len(tangents) != len(names):
+        words = f"{shown(tangents)}; accepted is a list of one array for each of {{0}}, which are {len(names)}"
+        raise refusing(ValueError, "tcaptured", words, Name("captured"))
+    wrong: Wrong = []
+    for n, x in enumerate(tangents):
+        is_array(wrong, f"tcaptured[{n}]", x, call.framework, call.arrays["q"])
+    if wrong:
+        raise refusal(wrong)
+    return {f"t{name}": x for name, x in zip(names, tangents, strict=True)}
+
+
 @outside_graphs
 def reference(
     q: Array, k: Array, v: Array, *, rows: Iterable[int] | None = None, aux: Sequence[str] = (), **options: Unpack[AttentionOptions]
@@ -395,17 +473,32 @@ def reference_backward(
 
 
 @outside_graphs
-def explain(q: Array, k: Array, v: Array, *, backward: bool = False, aux: Sequence[str] = (), **options: Unpack[AttentionOptions]) -> str:
-    """Says what attention() or its backward would run for this call: each engine's plan or its reason against, the choice, what was
-    rounded.
+def explain(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    backward: bool = False,
+    operation: str | None = None,
+    aux: Sequence[str] = (),
+    **options: Unpack[AttentionOptions],
+) -> str:
+    """Says what attention() or one of its derivatives would run for this call: each engine's plan or its reason against, the choice, what
+    was rounded.
+
+    operation is "forward" (the default), "backward", "jvp" or "backward_jvp"; backward=True is another way to write "backward".
 
     Nothing is computed. Arguments and errors are those of attention(), except that if no engine takes the call, the text says so and
     nothing is raised.
     """
     wrong: Wrong = []
-    of_backward = flag(wrong, "backward", backward)
+    asked = "backward" if flag(wrong, "backward", backward) else "forward"
+    if operation is not None and is_choice(wrong, "operation", operation, OPERATIONS):
+        if backward is True and operation != "backward":
+            wrong.append(refusing(ValueError, "operation", f"{operation!r} beside backward=True; accepted is one of the two"))
+        asked = operation
     names = parse_aux(wrong, aux)
-    return parse("explain", q, k, v, options, wrong, aux=names).explain(of_backward)
+    return parse("explain", q, k, v, options, wrong, aux=names).explain(OPERATIONS[asked])
 
 
 @outside_graphs

@@ -14,6 +14,7 @@ from ._abi import FORWARD
 from ._batched import is_mapped_gradient
 from ._call import BEFORE_PARSING, Call
 from ._eager import PreparedCall
+from ._options import GRADIENTS, TANGENTS
 from ._part import is_partial
 from ._prepared import Kept
 from ._refusals import CALLER, OWN, Name, Refusal, refusing
@@ -91,6 +92,13 @@ def backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Te
         raise tensor_kinds.not_dispatched(known | call.arrays, refused) from None
 
 
+def jvp(call: Call, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """out, lse and their derivatives in the direction of the tangents, differentiable once."""
+    if is_seen_by_dispatcher():
+        return _operators.jvp(call, tangents)
+    return _differentiable_jvp(call, tangents)
+
+
 def is_seen_by_dispatcher() -> bool:
     """Whether a compiler, a transform or a tracer must see the operator itself."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
@@ -137,6 +145,8 @@ class _Attention(torch.autograd.Function):
             found = out, lse, *aux = below_autograd(arrays, _prepared.forward, _operators.forward, call)
             kept = Kept(of)
             ctx.mark_non_differentiable(*aux)
+            if forward_ad._current_level >= 0:
+                ctx.save_for_forward(*arrays)
         ctx.kept = kept
         if kept.without_gradients is None:
             ctx.save_for_backward(out, lse, *arrays)
@@ -168,8 +178,120 @@ class _Attention(torch.autograd.Function):
         return None, *(made.get("d" + name) for name in kept.names)
 
     @staticmethod
+    def jvp(ctx: Any, _: None, *directions: Tensor | None) -> Any:
+        kept = ctx.kept
+        if kept.without_gradients is not None:
+            argument, keys = kept.without_gradients
+            raise refusing(NotImplementedError, argument, f"{keys} have no derivatives, and a tensor has a tangent; accepted is none")
+        call = kept.on(_primals(ctx.saved_tensors))
+        _refuse_partial(call)
+        tangents = _named(call, dict(zip(kept.names, directions, strict=True)))
+        _, _, tout, tlse = _differentiable_jvp(call, tangents)
+        return (tout, tlse, *(None for _ in call.aux)) if kept.return_lse else tout
+
+
+def _primals(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors without the tangents of forward_ad, for derivatives that are computed by formulas."""
+    if forward_ad._current_level < 0 or torch._C._are_functorch_transforms_active():
+        return (*tensors,)
+    return tuple(forward_ad.unpack_dual(x).primal for x in tensors)
+
+
+def _named(call: Call, directions: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The tangents of a call's arrays by their names in TANGENTS. Only arrays with a derivative have one."""
+    given = {name: x for name, x in directions.items() if x is not None}
+    if "alibi_slopes" in given:
+        words = "has a tangent, and attention has no derivative by it; accepted is {0}.detach()"
+        raise refusing(NotImplementedError, "alibi_slopes", words, Name("alibi_slopes"))
+    learnable = {*(of for of in GRADIENTS.values() if of not in _function.CAPTURED), *call.learnable()}
+    return {name: given[of] for name, of in TANGENTS.items() if of in given and of in learnable}
+
+
+class _Jvp(torch.autograd.Function):
+    """The derivatives of attention() in a direction, differentiated once."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip((*call.arrays, *names), tensors, strict=True))
+        call, tangents = call.on({name: given[name] for name in call.arrays}), {name: given[name] for name in names}
+        found = below_autograd(tensors, _prepared.jvp, _operators.jvp, call, tangents)
+        ctx.kept, ctx.tangents = Kept(call), names
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dtout: Tensor | None, dtlse: Tensor | None) -> tuple[Any, ...]:
+        kept, saved = ctx.kept, ctx.saved_tensors
+        count = len(kept.names)
+        call, tangents = kept.on(saved[:count]), dict(zip(ctx.tangents, saved[count:-4], strict=True))
+        results = dict(zip(("out", "lse", "tout", "tlse"), saved[-4:], strict=True))
+        found: dict[str, Tensor] = {}
+
+        def known(names: Mapping[str, Tensor | None], *of: str) -> dict[str, Tensor]:
+            given = {name: x for name, x in names.items() if x is not None}
+            first = next(iter(names))
+            return {first: torch.zeros_like(results["out"]), **given, **{name: results[name] for name in of}}
+
+        # The gradients by the tangents are those of the forward; those by the arrays are the derivative of the backward in a direction.
+        wanted = [f"d{TANGENTS[name]}" for name, flag in zip(ctx.tangents, ctx.needs_input_grad[2 + count :], strict=True) if flag]
+        names = kept.needed((False, *ctx.needs_input_grad[2 : 2 + count]))
+        if wanted and not (dtout is dtlse is None):
+            made = _differentiated_last(call, {}, known({"dout": dtout, "dlse": dtlse}, "out", "lse"), wanted)
+            found |= {f"t{name[1:]}": x for name, x in zip(wanted, made, strict=True)}
+        if names and dtout is dtlse is None:
+            made = _differentiated_last(call, {}, known({"dout": dout, "dlse": dlse}, "out", "lse"), names)
+            found |= dict(zip(names, made, strict=True))
+        elif names:
+            given = known({"dout": dtout, "dlse": dtlse, "tdout": dout, "tdlse": dlse}, *results)
+            found |= dict(zip(names, _differentiated_last(call, tangents, given, names), strict=True))
+        return None, None, *(found.get(f"d{name}") for name in kept.names), *(found.get(name) for name in ctx.tangents)
+
+    @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
-        raise _no_forward_mode()
+        raise _no_derivative("a second derivative in forward mode alone; accepted is forward mode over torch.autograd.grad")
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of attention(), differentiated once more."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, beside: tuple[str, ...], names: list[str], *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip((*beside, *call.arrays), tensors, strict=True))
+        call, known = call.on({name: given[name] for name in call.arrays}), {name: given[name] for name in beside}
+        ctx.kept, ctx.beside, ctx.names = Kept(call), beside, names
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(*tensors)
+        return below_autograd(tensors, _prepared.backward, _operators.backward, call, known, names)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        # Second derivatives are symmetric: the gradients are derivatives in the direction of the cotangents.
+        kept, beside, saved = ctx.kept, ctx.beside, ctx.saved_tensors
+        call, known = kept.on(saved[len(beside) :]), dict(zip(beside, saved[: len(beside)], strict=True))
+        tangents = {f"t{name[1:]}": x for name, x in zip(ctx.names, cotangents, strict=True) if x is not None}
+        flags = dict(zip((*beside, *kept.names), ctx.needs_input_grad[3:], strict=True))
+        names = kept.needed((False, *ctx.needs_input_grad[3 + len(beside) :]))
+        if not tangents:
+            return (None,) * (3 + len(flags))
+        _, _, tout, tlse = _differentiable_jvp(call, tangents)
+        found = {"dout": tout, "dlse": tlse}
+        if names:
+            made = _differentiated_last(call, tangents, known | {"tout": tout.detach(), "tlse": tlse.detach()}, names)
+            found |= {name[1:]: x for name, x in zip(names, made, strict=True)}
+        return None, None, None, *(found.get(name) if flag else None for name, flag in flags.items())
+
+    @staticmethod
+    def jvp(ctx: Any, *directions: Tensor | None) -> tuple[Tensor, ...]:
+        kept, beside, saved = ctx.kept, ctx.beside, _primals(ctx.saved_tensors)
+        call, known = kept.on(saved[len(beside) :]), dict(zip(beside, saved[: len(beside)], strict=True))
+        given = dict(zip((*beside, *kept.names), directions[3:], strict=True))
+        tangents = _named(call, {name: given[name] for name in kept.names})
+        more = {f"t{name}": given[name] for name in ("dout", "dlse") if given.get(name) is not None}
+        _, _, tout, tlse = _differentiable_jvp(call, tangents)
+        return _differentiated_last(call, tangents, known | more | {"tout": tout.detach(), "tlse": tlse.detach()}, ctx.names)
 
 
 # Function.apply takes a microsecond to look for transforms, of which a PreparedCall has none, and to bind arguments.
@@ -177,26 +299,26 @@ _apply = super(torch.autograd.Function, _Attention).apply
 
 
 class DifferentiatedOnce(torch.autograd.Function):
-    """Gradients that cannot be differentiated again: an attempt raises an error. whose: the function's name, for the error."""
+    """Derivatives that cannot be differentiated again: an attempt raises an error. whose: the function's name, for the error."""
 
     @staticmethod
     def forward(
-        ctx: Any, whose: str, compute: Callable[[tuple[Any, ...]], Iterable[Tensor]], *tensors: Tensor | None
+        ctx: Any, whose: str, order: str, compute: Callable[[tuple[Any, ...]], Iterable[Tensor]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.whose = whose
+        ctx.whose, ctx.order = whose, order  # order: of the first derivative that there is not
         return tuple(compute(tensors))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(f"{ctx.whose} has no second derivative: a gradient of it cannot be differentiated again")
+        raise NotImplementedError(f"{ctx.whose} has no {ctx.order} derivative: what it was asked for cannot be differentiated again")
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
-        raise _no_forward_mode()
+        raise NotImplementedError(f"{ctx.whose} has no {ctx.order} derivative, in forward mode neither")
 
 
-def _no_forward_mode() -> Exception:
-    return NotImplementedError("strobe.attention has no forward-mode derivative; accepted are torch.autograd.grad and backward()")
+def _no_derivative(what: str) -> Exception:
+    return NotImplementedError(f"strobe.attention has no {what}")
 
 
 def is_tracked(*tensors: Tensor | None) -> bool:
@@ -206,13 +328,6 @@ def is_tracked(*tensors: Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return forward_ad._current_level >= 0
-
-
-def _is_differentiated(*tensors: Tensor) -> bool:
-    tracked = is_tracked(*tensors)
-    if tracked and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError("strobe.attention under torch.func.grad, vjp, jvp, ...: accepted are torch.autograd.grad and backward()")
-    return tracked
 
 
 def _refuse_gradients(ctx: Any, dout: Tensor | None, arrays: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -259,26 +374,61 @@ def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
     call = without_masks_captures(call)
     arrays = call.arrays
     refuse_tracked_slopes(arrays)
-    if not _is_differentiated(*arrays.values()):
+    if not is_tracked(*arrays.values()):
         return below_autograd(arrays.values(), _prepared.forward, _operators.forward, call)
     if torch.is_grad_enabled() and any(x.requires_grad for x in arrays.values()):
         _refuse_partial(call)
-    return _Attention.apply(call, *arrays.values())
+    found: tuple[Tensor, ...] = _applied(_Attention, call, *arrays.values())
+    return found
 
 
 def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
-    q, k, v, *_ = call.arrays.values()
-    learnable = (call.arrays[name] for name in call.learnable())
-    if not _is_differentiated(*known.values(), q, k, v, *learnable):
+    if not _is_learning(call, *known.values()):
         return below_autograd((*known.values(), *call.arrays.values()), _prepared.backward, _operators.backward, call, known, names)
+    found: tuple[Tensor, ...] = _applied(_Gradients, call, (*known,), names, *known.values(), *call.arrays.values())
+    return found
+
+
+def _differentiable_jvp(call: Call, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    if not _is_learning(call, *tangents.values()):
+        return below_autograd((*tangents.values(), *call.arrays.values()), _prepared.jvp, _operators.jvp, call, tangents)
+    found: tuple[Tensor, ...] = _applied(_Jvp, call, (*tangents,), *call.arrays.values(), *tangents.values())
+    return found
+
+
+def _differentiable_backward_jvp(call: Call, tangents: dict[str, Tensor], known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
+    return _differentiated_last(call, tangents, known, names)
+
+
+def _differentiated_last(call: Call, tangents: dict[str, Tensor], known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
+    """The gradients, or with tangents their derivatives, of which there are no further derivatives."""
+    own = tuple(call.arrays)
 
     def compute(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        given = dict(zip((*known, *call.arrays), tensors, strict=True))
-        own, beside = call.on({name: given[name] for name in call.arrays}), {name: given[name] for name in known}
-        return below_autograd(tensors, _prepared.backward, _operators.backward, own, beside, names)
+        given = dict(zip((*own, *tangents, *known), tensors, strict=True))
+        arrays, direction, beside = ({name: given[name] for name in of} for of in (own, tangents, known))
+        if not tangents:
+            return below_autograd(tensors, _prepared.backward, _operators.backward, call.on(arrays), beside, names)
+        return below_autograd(tensors, _prepared.backward_jvp, _operators.backward_jvp, call.on(arrays), direction, beside, names)
 
-    return DifferentiatedOnce.apply("strobe.attention", compute, *known.values(), *call.arrays.values())
+    tensors = (*call.arrays.values(), *tangents.values(), *known.values())
+    if not _is_learning(call, *tangents.values(), *known.values()):
+        return compute(tensors)
+    found: tuple[Tensor, ...] = _applied(DifferentiatedOnce, "strobe.attention", "third", compute, *tensors)
+    return found
 
 
-_operators.implement("Autograd", _differentiable_forward, _differentiable_backward)
+def _is_learning(call: Call, *tensors: Tensor) -> bool:
+    """Whether autograd tracks one of the tensors, or of the call's arrays that have a gradient."""
+    q, k, v, *_ = call.arrays.values()
+    return is_tracked(*tensors, q, k, v, *(call.arrays[name] for name in call.learnable()))
+
+
+def _applied(function: Any, *arguments: Any) -> Any:
+    """function.apply(*arguments), without its detour under a transform of torch.func: an operator's kernel already runs at one level of
+    these, whose tensors it sees."""
+    return super(torch.autograd.Function, function).apply(*arguments)
+
+
+_operators.implement("Autograd", _differentiable_forward, _differentiable_backward, _differentiable_jvp, _differentiable_backward_jvp)
 BEFORE_PARSING.update(dict.fromkeys(PLAIN, again))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._call import Call
-from ._operators import backward, forward, implement
+from ._operators import backward, backward_jvp, forward, implement, jvp
 from ._options import GRADIENTS, SCORES
 
 try:
@@ -25,8 +25,8 @@ except ImportError:  # without a rule PyTorch makes a call for each sample, and 
 Dims = Mapping[str, int | None]
 Compute = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
 
-_BATCH_FIRST = {"q", "k", "v", "out", "lse", "dout", "dlse"}
-_FOLDED = {*_BATCH_FIRST, *(name for name in SCORES if name not in GRADIENTS), "alibi_slopes", "sinks", "seqused_k"}
+_BATCH_FIRST = {"q", "k", "v", "out", "lse", "dout", "dlse", "tq", "tk", "tv", "tout", "tlse", "tdout", "tdlse"}
+_FOLDED = {*_BATCH_FIRST, *(name for name in SCORES if name not in GRADIENTS), "alibi_slopes", "sinks", "tsinks", "seqused_k"}
 _BY_SEQUENCE = {"dropout", "part", "score_function", "mask_function"}  # options that depend on the number of a sequence
 
 
@@ -44,7 +44,9 @@ def _folds(call: Call, tensors: Mapping[str, Tensor], dims: Dims, needed: tuple[
     own = _own_shapes(tensors, dims)
     if len(own["q"]) != 4 or not _BY_SEQUENCE.isdisjoint(call.options):
         return False
-    if dims.get("sinks") is not None or "dsinks" in needed:  # sequences share sinks
+    if dims.get("sinks") is not None or dims.get("tsinks") is not None or "dsinks" in needed:  # sequences share sinks
+        return False
+    if "tbias" in own and (dims["tbias"] is None) != (dims["bias"] is None):  # they have one shape
         return False
     batch = own["q"][0]
     for name, shape in own.items():
@@ -61,7 +63,7 @@ def _folds(call: Call, tensors: Mapping[str, Tensor], dims: Dims, needed: tuple[
 
 def _folded(name: str, x: Tensor, dim: int | None, samples: int, batch: int, needed: tuple[str, ...]) -> Tensor:
     """A call's tensor for all samples, with sample and sequence in its first axis."""
-    if name not in _FOLDED or name == "sinks":
+    if name not in _FOLDED or name in ("sinks", "tsinks"):
         return x
     if dim is not None:
         x = x.movedim(dim, 0)
@@ -149,7 +151,20 @@ def _implement(key: str, mapped: Callable[..., tuple[Tensor, ...]]) -> None:
 
         return mapped(call, compute, {**call.arrays, **known}, tuple(names))
 
-    implement(key, of_forward, of_backward)
+    def of_jvp(call: Call, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        def compute(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            return jvp(call.on({name: tensors[name] for name in call.arrays}), {name: tensors[name] for name in tangents})
+
+        return mapped(call, compute, {**call.arrays, **tangents})
+
+    def of_backward_jvp(call: Call, tangents: dict[str, Tensor], known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
+        def compute(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            own, direction, beside = ({name: tensors[name] for name in of} for of in (call.arrays, tangents, known))
+            return backward_jvp(call.on(own), direction, beside, names)
+
+        return mapped(call, compute, {**call.arrays, **tangents, **known}, tuple(names))
+
+    implement(key, of_forward, of_backward, of_jvp, of_backward_jvp)
 
 
 if custom_function_call_vmap_helper is not None:

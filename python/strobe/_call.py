@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, MAX_RANK, said
+from ._abi import FORWARD, IN_A_DIRECTION, MAX_RANK, WITH_GRADIENTS, said
 from ._core import ffi, lib
 from ._function import CAPTURED, captured_by, struct_of
 from ._function import FIELDS as FUNCTIONS
 from ._hints import OfCall
-from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN, SCALES, SCORES, TOKENS
+from ._options import AUX, COTANGENTS, DERIVATIVES, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN, SCALES, SCORES, TANGENTS, TOKENS
 from ._part import decoded, is_partial
 from ._refusals import Refusal, failure, refusals_of
 from .arrays.base import Array, Framework
@@ -156,10 +156,10 @@ class Structs:
                 raise self._allocator.error
             raise failure(status, OfCall(self._arrays, self._made, self._bshd, self._attention))
 
-    def prepare(self, direction: int) -> Any:
+    def prepare(self, operation: int) -> Any:
         """The prepared call: a strobe_prepared, which is released with the last reference to it."""
         prepared = ffi.new("strobe_prepared **")
-        self.run(lib.strobe_prepare, direction, prepared)
+        self.run(lib.strobe_prepare, operation, prepared)
         return ffi.gc(prepared[0], lib.strobe_release)
 
 
@@ -179,8 +179,8 @@ _check_structs(
         "strobe_attention": [
             member for name, x in FIELDS.items() if x.in_struct for member in (name, f"has_{name}" if x.may_be_absent else name)
         ],
-        "strobe_tensors": [*INPUTS, *GRADIENTS, *AUX],
-        "strobe_addresses": [*INPUTS, *GRADIENTS, *AUX],
+        "strobe_tensors": [*INPUTS, *GRADIENTS, *AUX, *TANGENTS, *COTANGENTS, *DERIVATIVES],
+        "strobe_addresses": [*INPUTS, *GRADIENTS, *AUX, *TANGENTS, *COTANGENTS, *DERIVATIVES],
     }
 )
 
@@ -254,6 +254,10 @@ class Call(NamedTuple):
         out = framework.dense_like(q, self._width_v(), framework.xp.float64 if in_float64 else self._summed(q.dtype))
         return {"out": out, **{name: framework.empty(q, shapes[name], self._statistic(in_float64)) for name in ("lse", *self.aux)}}
 
+    def derivatives(self, in_float64: bool = False) -> dict[str, Array]:
+        """Uninitialised out, lse and their derivatives in the direction of tangents."""
+        return self.results(in_float64) | dict(zip(DERIVATIVES, self.results(in_float64).values(), strict=False))
+
     def gradients(self, needed: Iterable[str], in_float64: bool = False) -> dict[str, Array]:
         """Uninitialised arrays for the gradients that are needed; the names are those in GRADIENTS."""
         framework, found = self.framework, {}
@@ -283,7 +287,7 @@ class Call(NamedTuple):
             rounded = framework.cast(framework.cast(whole, statistic), whole.dtype)
             finite = abs(rounded) < float("inf")
             lost[finite] = whole[finite] - rounded[finite]
-        return tuple(framework.cast(x, of_out if name == "out" else statistic) for name, x in found.items())
+        return tuple(framework.cast(x, of_out if name in ("out", "tout") else statistic) for name, x in found.items())
 
     def backward(self, known: dict[str, Array], needed: Iterable[str], into: dict[str, Array] | None = None) -> dict[str, Array]:
         """The gradients. known: out, lse, dout and, if used, dlse; with a partial part delta, not out. into: gradients to add to."""
@@ -297,6 +301,22 @@ class Call(NamedTuple):
                 of = self.arrays[GRADIENTS[name]].dtype
                 found[name] = self.framework.cast(x, self._summed(of) if name in ("dq", "dk", "dv") else of)
         return found | into
+
+    def jvp(self, tangents: dict[str, Array]) -> tuple[Array, ...]:
+        """out, lse, and their derivatives in the direction of the tangents, whose names are those of TANGENTS; absent ones are 0."""
+        found = self.derivatives(self.is_oracle)
+        self.structs(tangents, found).run(lib.strobe_jvp)
+        return self._rounded(found) if self.is_oracle else tuple(found.values())
+
+    def backward_jvp(self, known: dict[str, Array], needed: Iterable[str]) -> dict[str, Array]:
+        """The derivatives of the gradients of these names. known: what backward() and jvp() take, out, lse, tout, tlse, and tdout and tdlse
+        where they are not 0."""
+        oracle = self.is_oracle
+        found = self.gradients(needed, oracle)
+        if oracle:
+            known = {name: x for name, x in known.items() if name not in ("out", "lse", *DERIVATIVES)}  # the oracle computes its own
+        self.structs(known, found).run(lib.strobe_backward_jvp)
+        return {name: self.framework.cast(x, self.arrays[GRADIENTS[name]].dtype) for name, x in found.items()} if oracle else found
 
     def adding(self) -> Call:
         """This call, with a backward that adds to gradients in the caller's memory."""
@@ -323,12 +343,12 @@ class Call(NamedTuple):
         self.structs(known, found).run(lib.strobe_reference_backward, selection)
         return found
 
-    def example_structs(self, of_backward: bool, captured: Sequence[str] | None = None) -> Structs:
-        """The structs as attention() would fill them, with uninitialised results and, for a backward, all gradients. captured: the captured
-        arrays whose gradients are wanted; None: those that autograd tracks."""
+    def example_structs(self, operation: int, captured: Sequence[str] | None = None) -> Structs:
+        """The structs as attention() would fill them, with uninitialised results and, where the operation has them, all gradients.
+        captured: the captured arrays whose gradients are wanted; None: those that autograd tracks."""
         call = self.on(self.framework.autocast(self.arrays))
         made = call.results(call.is_oracle)
-        if of_backward:
+        if operation in WITH_GRADIENTS:
             q = call.arrays["q"]
             made["dout"], made["dlse"] = call.framework.dense_like(q, call._width_v(), q.dtype), call._of_rows()
             if is_partial(call.options):
@@ -337,23 +357,28 @@ class Call(NamedTuple):
             if captured is None:
                 captured = [name for name in call.learnable() if call.framework.is_tracked(self.arrays[name])]
             made |= call.gradients(call.gradient_names(captured), call.is_oracle)
+        if operation in IN_A_DIRECTION:
+            made |= call.derivatives(call.is_oracle)
+            made |= {name: call.arrays[of] for name, of in TANGENTS.items() if of in ("q", "k", "v", "bias", "sinks") and of in call.arrays}
+            if operation in WITH_GRADIENTS:
+                made |= {name: made[of] for name, of in COTANGENTS.items()}
         return call.structs({}, made)
 
-    def explain(self, of_backward: bool) -> str:
-        return said(partial(self.example_structs(of_backward).run, lib.strobe_explain, BACKWARD if of_backward else FORWARD))
+    def explain(self, operation: int) -> str:
+        return said(partial(self.example_structs(operation).run, lib.strobe_explain, operation))
 
-    def tile(self, of_backward: bool) -> tuple[int, int]:
+    def tile(self, operation: int) -> tuple[int, int]:
         """The tile (Br, Bc) that would run."""
         plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
-        self.example_structs(of_backward).run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+        self.example_structs(operation).run(lib.strobe_make_plan, operation, plan)
         return plan.tile_q, plan.tile_k
 
-    def reasons_against(self, known: dict[str, Array], of_backward: bool) -> list[Refusal]:
+    def reasons_against(self, known: dict[str, Array], operation: int) -> list[Refusal]:
         """The library's refusals. The call may lack some arguments; checks that need these are not made.
         known: arrays beside the call's own."""
         framework, options = self.framework, self.options
         arrays, known = ({name: x for name, x in given.items() if framework.is_array(x)} for given in (self.arrays, known))
-        if "q" in arrays and not of_backward:
+        if "q" in arrays and operation == FORWARD:
             arrays = framework.autocast(arrays)
 
         def place(execution: Any) -> None:
@@ -361,7 +386,7 @@ class Call(NamedTuple):
 
         try:
             structs = Structs(arrays | known, {}, options, framework.view, place)
-            structs.run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
+            structs.run(lib.strobe_explain, operation, ffi.NULL, 0, ffi.new("size_t *"))
         except ValueError as refusal:
             absent = {"q", "k", "v", "out", "lse", "dout"} - arrays.keys() - known.keys()
             return [each for each in refusals_of(refusal) if each.argument not in absent]

@@ -1,5 +1,5 @@
-"""The operators strobe::attention_forward, attention_forward_aux and attention_backward, as torch.compile and PyTorch see them. Only this
-module takes a Call apart into keywords and puts it together again."""
+"""The operators strobe::attention_forward, attention_forward_aux, attention_backward, attention_jvp and attention_backward_jvp, as
+torch.compile and PyTorch see them. Only this module takes a Call apart into keywords and puts it together again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._checks import Wrong
 from ._function import CAPTURED, SYMBOLS, with_numbers
 from ._function import FIELDS as FUNCTIONS
 from ._graph import is_symbolic
-from ._options import FIELDS, GRADIENTS, INPUTS
+from ._options import FIELDS, GRADIENTS, INPUTS, TANGENTS
 from ._parse import parse_aux
 from .arrays.torch import TORCH
 
@@ -56,6 +56,17 @@ torch.library.define(REFUSE_NAME, "(Tensor dout, Tensor[] inputs, str words) -> 
 # The forward operator that also returns the results named by aux (_options.AUX), after out and lse.
 FORWARD_AUX_NAME = "strobe::attention_forward_aux"
 torch.library.define(FORWARD_AUX_NAME, f"({ARGUMENTS}, str[] aux) -> Tensor[]", tags=TAGS)
+# Derivatives in the direction of tangents, which are in the order of TANGENTS.
+JVP_NAME, BACKWARD_JVP_NAME = "strobe::attention_jvp", "strobe::attention_backward_jvp"
+_DIRECTION = "Tensor?[] tangents"
+torch.library.define(JVP_NAME, f"({ARGUMENTS}, {_DIRECTION}) -> (Tensor out, Tensor lse, Tensor tout, Tensor tlse)", tags=TAGS)
+_KNOWN = ("dout", "dlse", "tdout", "tdlse", "out", "lse", "tout", "tlse")
+torch.library.define(
+    BACKWARD_JVP_NAME,
+    f"(Tensor dout, Tensor? dlse, Tensor? tdout, Tensor? tdlse, Tensor out, Tensor lse, Tensor tout, Tensor tlse, {ARGUMENTS}, "
+    f"{_DIRECTION}, bool[] needed) -> Tensor[]",
+    tags=TAGS,
+)
 
 
 def forward(call: Call) -> tuple[Tensor, ...]:
@@ -79,6 +90,24 @@ def backward(call: Call, known: dict[str, Tensor], names: Sequence[str]) -> tupl
     while len(needed) > _FEWEST and not needed[-1]:
         needed.pop()
     return tuple(torch.ops.strobe.attention_backward.default(**{"dlse": None, **known}, **_keywords(call), needed=needed))
+
+
+def _direction(tangents: dict[str, Tensor]) -> list[Tensor | None]:
+    return [tangents.get(name) for name in TANGENTS]
+
+
+def jvp(call: Call, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """out, lse, tout and tlse, by PyTorch's dispatcher."""
+    found: tuple[Tensor, ...] = torch.ops.strobe.attention_jvp.default(**_keywords(call), tangents=_direction(tangents))
+    return found
+
+
+def backward_jvp(call: Call, tangents: dict[str, Tensor], known: dict[str, Tensor], names: Sequence[str]) -> tuple[Tensor, ...]:
+    """The derivatives of the gradients of these names, by PyTorch's dispatcher. known: those of _KNOWN that there are."""
+    given = dict.fromkeys(("dlse", "tdout", "tdlse")) | known
+    needed = [name in names for name in GRADIENTS]
+    operator = torch.ops.strobe.attention_backward_jvp.default
+    return tuple(operator(**given, **_keywords(call), tangents=_direction(tangents), needed=needed))
 
 
 def refuse_gradients(dout: Tensor, inputs: Sequence[Tensor], words: str) -> list[Tensor]:
@@ -121,6 +150,18 @@ def gradients_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> tuple[Call
     return call, known, names
 
 
+def tangents_of(given: dict[str, Any]) -> dict[str, Tensor]:
+    """The tangents among an operator's arguments, by their names."""
+    return {name: x for name, x in zip(TANGENTS, given.pop("tangents"), strict=True) if x is not None}
+
+
+def derivatives_of(tensors: Sequence[Any], given: dict[str, Any]) -> tuple[Call, dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """The arguments of the backward's derivative: the Call, tangents, the tensors beside them, and the names in GRADIENTS."""
+    names, tangents = _needed(*given.pop("needed")), tangents_of(given)
+    known = {name: x for name, x in zip(_KNOWN, tensors, strict=False) if x is not None}
+    return call_of(tensors[len(_KNOWN) :], given), tangents, known, names
+
+
 @lru_cache
 def _needed(*flags: bool) -> list[str]:
     if not _FEWEST <= len(flags) <= len(GRADIENTS):
@@ -144,6 +185,18 @@ def _fake_backward(*tensors: Tensor, **given: Any) -> list[Tensor]:
     return [*call.gradients(names).values()]
 
 
+@torch.library.register_fake(JVP_NAME)
+def _fake_jvp(*tensors: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    tangents_of(given)
+    return tuple(call_of(tensors, given).derivatives().values())
+
+
+@torch.library.register_fake(BACKWARD_JVP_NAME)
+def _fake_backward_jvp(*tensors: Tensor, **given: Any) -> list[Tensor]:
+    call, _, _, names = derivatives_of(tensors, given)
+    return [*call.gradients(names).values()]
+
+
 @torch.library.register_fake(REFUSE_NAME)
 def _fake_refusal(dout: Tensor, inputs: Sequence[Tensor], words: str) -> list[Tensor]:
     return [torch.empty_like(x) for x in inputs]
@@ -154,12 +207,25 @@ def _refusal(dout: Tensor, inputs: Sequence[Tensor], words: str) -> list[Tensor]
     raise NotImplementedError(words)
 
 
-def implement(key: str, forward: Callable[[Call], tuple[Tensor, ...]], backward: Callable[..., tuple[Tensor, ...]]) -> None:
+def implement(
+    key: str,
+    forward: Callable[[Call], tuple[Tensor, ...]],
+    backward: Callable[..., tuple[Tensor, ...]],
+    jvp: Callable[..., tuple[Tensor, ...]],
+    backward_jvp: Callable[..., tuple[Tensor, ...]],
+) -> None:
     """Registers what the operators do at a dispatch key."""
     impl = torch.library.impl
     impl(FORWARD_NAME, key, lambda *tensors, **given: forward(call_of(tensors, given)))
     impl(FORWARD_AUX_NAME, key, lambda *tensors, **given: [*forward(call_of(tensors, given))])
     impl(BACKWARD_NAME, key, lambda *tensors, **given: [*backward(*gradients_of(tensors, given))])
 
+    def of_jvp(*tensors: Tensor, **given: Any) -> tuple[Tensor, ...]:
+        tangents = tangents_of(given)
+        return jvp(call_of(tensors, given), tangents)
 
-implement("CompositeExplicitAutograd", _prepared.forward, _prepared.backward)
+    impl(JVP_NAME, key, of_jvp)
+    impl(BACKWARD_JVP_NAME, key, lambda *tensors, **given: [*backward_jvp(*derivatives_of(tensors, given))])
+
+
+implement("CompositeExplicitAutograd", _prepared.forward, _prepared.backward, _prepared.jvp, _prepared.backward_jvp)

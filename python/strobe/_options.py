@@ -516,13 +516,18 @@ INPUTS = tuple(sorted(_TENSORS, key=lambda name: _IN_STRUCT.index(name) if name 
 BLOCKS, FULL_BLOCKS = (ROWS["block_mask"].tensors("block_mask")[part] for part in (slice(4), slice(4, None)))
 # The gradients that a backward may be asked for, and their inputs, in the order of the operators.
 GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v", *CAPTURED) or getattr(ROWS.get(name), "has_gradient", False)}
+# The tangents that derivatives in a direction may be given, and their inputs; those of dout and dlse, for the derivatives of gradients; and
+# the derivatives of out and lse.
+TANGENTS = {f"t{name}": name for name in GRADIENTS.values()}
+COTANGENTS = {"tdout": "dout", "tdlse": "dlse"}
+DERIVATIVES = {"tout": "out", "tlse": "lse"}
 # The results of attention() and reference() beside out and lse, if asked for.
 AUX = ("max_logit", "column_sums")
 # The tensors and gradients whose axes the layout names: (B, S, H, D) with "bshd".
-TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
+TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv", "tq", "tk", "tv", "tout", "tdout"})
 # The tensors whose rows of the table set broadcasts_to_scores, with their gradients; and those whose rows set has_rows_of_keys.
 _SCORES = [name for name, row in ROWS.items() if isinstance(row, Tensor) and row.broadcasts_to_scores]
-SCORES = frozenset({*_SCORES, *(name for name, of in GRADIENTS.items() if of in _SCORES)})
+SCORES = frozenset({*_SCORES, *(name for name, of in (GRADIENTS | TANGENTS).items() if of in _SCORES)})
 SCALES = frozenset(name for name, row in ROWS.items() if isinstance(row, Tensor) and row.has_rows_of_keys)
 
 HYPERBOLIC: int = lib.STROBE_HYPERBOLIC

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from . import _function
-from ._abi import outside_graphs
+from ._abi import BACKWARD, FORWARD, outside_graphs
 from ._blockmask import BlockMask
 from ._call import ORACLE, Call
 from ._checks import Wrong, check_names, is_array, is_whole, of_generator
@@ -41,6 +41,7 @@ _OF_BACKWARD = {
 _OF_FUNCTION = {
     "attention_backward": _OF_BACKWARD,
     "reference_backward": _OF_BACKWARD,
+    "attention_jvp": {"aux": "leave it out: max_logit and column_sums have no derivative"},
     "reference": {"return_lse": "leave it out: out and lse are returned in any case"},
     "explain": {"return_lse": "leave it out: lse makes no difference to what runs"},
 }
@@ -72,7 +73,8 @@ def _refusal(function: str, call: Call, wrong: Wrong, known: dict[str, Array]) -
     found: dict[str, Refusal] = {each.argument or each.words: each for error in wrong for each in refusals_of(error)}
     if function.startswith("reference"):
         call.options["engine"] = ORACLE
-    reasons = _reasons(*_judgeable(call, {name: x for name, x in known.items() if name not in found}, found.keys()), "backward" in function)
+    operation = BACKWARD if "backward" in function else FORWARD
+    reasons = _reasons(*_judgeable(call, {name: x for name, x in known.items() if name not in found}, found.keys()), operation)
     for each in reasons:
         if "k_scale_group" in found and each.argument == "k_scale":
             continue  # k_scale would be checked against another group, or none
@@ -86,10 +88,10 @@ def _refusal(function: str, call: Call, wrong: Wrong, known: dict[str, Array]) -
 
 
 @outside_graphs
-def _reasons(call: Call, known: dict[str, Array], of_backward: bool) -> list[Refusal]:
+def _reasons(call: Call, known: dict[str, Array], operation: int) -> list[Refusal]:
     """The library's refusals; none if the framework of the arrays is not known."""
     framework = call.framework or next(filter(None, map(known_framework, (call.arrays | known).values())), None)
-    return [] if framework is None else Call(framework, call.arrays, call.options).reasons_against(known, of_backward)
+    return [] if framework is None else Call(framework, call.arrays, call.options).reasons_against(known, operation)
 
 
 def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Call, dict[str, Array]]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import _eager, _function
-from ._abi import BACKWARD, FORWARD
+from ._abi import BACKWARD, FORWARD, OPERATIONS
 from ._call import Call, field_of
 from ._core import ffi, lib
 from ._eager import PreparedCall
@@ -162,6 +162,23 @@ def backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Te
         if found is not None:
             return found
     return tuple(call.backward(known, names).values())
+
+
+def jvp(call: Call, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """out, lse and their derivatives, of a parsed call that may be repeated."""
+    found = _repeated(OPERATIONS["jvp"], _prefix("jvp", *tangents), call, tangents, call.derivatives)
+    return call.jvp(tangents) if found is None else found
+
+
+def backward_jvp(call: Call, tangents: dict[str, Tensor], known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
+    """The derivatives of the gradients of these names, of a parsed call that may be repeated."""
+    given = tangents | known
+    if names:
+        prefix = _prefix("backward_jvp", *given, *names)
+        found = _repeated(OPERATIONS["backward_jvp"], prefix, call, given, lambda: call.gradients(names))
+        if found is not None:
+            return found
+    return tuple(call.backward_jvp(given, names).values())
 
 
 def into(direction: int, call: Call, known: dict[str, Tensor], made: dict[str, Tensor]) -> None:

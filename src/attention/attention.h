@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention/operation.h"
 #include "strobe/strobe.h"
 
 namespace strobe {
@@ -33,7 +34,6 @@ enum class DType : int32_t {
   i4x2 = STROBE_UINT8, // two numbers per byte
   e5m2 = STROBE_FLOAT8_E5M2
 };
-enum class Direction : int32_t { forward = STROBE_FORWARD, backward = STROBE_BACKWARD };
 
 const char *name(DType);
 // The bytes of a stored element. Two INT4 numbers are one element.
@@ -90,6 +90,7 @@ inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 namespace score {
 struct Program;
 struct GradientProgram;
+struct TangentProgram;
 struct Bytecode;
 class CudaFunctions;
 } // namespace score
@@ -182,6 +183,12 @@ struct Problem {
   bool accumulate = false;                           // adds to dq, dk and dv
   Captured dcaptured[STROBE_MOST_CAPTURED];          // gradients of captured tensors, where wanted
   std::shared_ptr<const score::GradientProgram> gradient_program; // their program; null: none is wanted
+
+  // jvp and backward_jvp. The latter writes the derivatives of dq, dk, ... where a backward writes these.
+  View tq, tk, tv, tbias, tsinks, tdout, tdlse; // tangents; absent: 0
+  Captured tcaptured[STROBE_MOST_CAPTURED];
+  View tout, tlse;
+  std::shared_ptr<const score::TangentProgram> tangent_program; // of a score that is not linear in x, or that reads tangents; else null
 
   // The rows, heads and sequences of a larger problem that the tensors hold (docs/semantics.md, "Parts of a problem").
   struct Part {
@@ -285,7 +292,7 @@ struct Execution {
 // Checks everything. Throws Refused with all reasons. A null execution means the default. placed (optional): receives which bytes belong to
 // which tensor (tensor_check.h).
 struct Placed;
-Problem validate(const strobe_attention *, const strobe_tensors *, Direction, std::vector<Placed> *placed = nullptr);
+Problem validate(const strobe_attention *, const strobe_tensors *, Operation, std::vector<Placed> *placed = nullptr);
 Execution validate(const strobe_execution *);
 
 } // namespace strobe

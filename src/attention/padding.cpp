@@ -61,10 +61,10 @@ Range unused(const Problem &p, int64_t b) {
 
 } // namespace
 
-void clear_padding_of_keys(const Problem &p, const Execution &execution, Direction direction) {
-  if (direction == Direction::backward && p.accumulate) return; // nothing is added to gradients of padding
+void clear_padding_of_keys(const Problem &p, const Execution &execution, Operation operation) {
+  if (writes(operation, kGradients) && p.accumulate) return; // nothing is added to gradients of padding
   const auto each = [&](int64_t batch, auto &&range_of) {
-    if (direction == Direction::forward) return clear(p.column_sums, execution, batch, p.heads, 1, range_of);
+    if (!writes(operation, kGradients)) return clear(p.column_sums, execution, batch, p.heads, 1, range_of);
     clear(p.dk, execution, batch, p.heads_kv, p.head_dim, range_of);
     clear(p.dv, execution, batch, p.heads_kv, p.head_dim_v, range_of);
   };
@@ -72,11 +72,15 @@ void clear_padding_of_keys(const Problem &p, const Execution &execution, Directi
   if (p.packed_k()) each(1, [&](int64_t) { return Range{0, p.cu_seqlens_k[p.batch], p.total_k}; });
 }
 
-void clear_padding_of_queries(const Problem &p, const Execution &execution, Direction direction) {
+void clear_padding_of_queries(const Problem &p, const Execution &execution, Operation operation) {
   if (!p.varlen) return;
-  if (direction == Direction::backward && p.accumulate) return; // nothing is added to gradients of padding
+  if (writes(operation, kGradients) && p.accumulate) return; // nothing is added to gradients of padding
   const auto behind = [&](int64_t) { return Range{0, p.cu_seqlens_q[p.batch], p.total_q}; };
-  if (direction == Direction::backward) return clear(p.dq, execution, 1, p.heads, p.head_dim, behind);
+  if (writes(operation, kGradients)) return clear(p.dq, execution, 1, p.heads, p.head_dim, behind);
+  if (writes(operation, kTangentsOfResults)) {
+    clear(p.tout, execution, 1, p.heads, p.head_dim_v, behind);
+    clear(p.tlse, execution, 1, p.heads, 1, behind);
+  }
   clear(p.out, execution, 1, p.heads, p.head_dim_v, behind);
   if (!p.lse) return;
   if (p.part.partial) {

@@ -6,11 +6,11 @@ namespace strobe {
 
 // For tensors in host memory. For queries of padding, out and dq become 0 and LSE becomes -inf; for keys of padding, dk, dv and column sums
 // become 0.
-void clear_padding_of_queries(const Problem &, const Execution &, Direction);
-void clear_padding_of_keys(const Problem &, const Execution &, Direction);
-inline void clear_padding(const Problem &p, const Execution &execution, Direction direction) {
-  clear_padding_of_queries(p, execution, direction);
-  clear_padding_of_keys(p, execution, direction);
+void clear_padding_of_queries(const Problem &, const Execution &, Operation);
+void clear_padding_of_keys(const Problem &, const Execution &, Operation);
+inline void clear_padding(const Problem &p, const Execution &execution, Operation operation) {
+  clear_padding_of_queries(p, execution, operation);
+  clear_padding_of_keys(p, execution, operation);
 }
 
 } // namespace strobe

@@ -44,10 +44,11 @@ View view(const strobe_tensor *t, const AxisMap &map) {
 
 class Validator {
 public:
-  Validator(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction)
-      : a(read_versioned("attention", attention, reasons)), t(read_versioned("tensors", tensors, reasons)),
-        backward(direction == Direction::backward), oracle(a.engine && std::strcmp(a.engine, kOracle) == 0),
-        varlen(t.cu_seqlens_q || t.cu_seqlens_k), paged(t.page_table), quantised(t.k_scale || t.v_scale) {}
+  Validator(const strobe_attention *attention, const strobe_tensors *tensors, Operation operation)
+      : a(read_versioned("attention", attention, reasons)), t(read_versioned("tensors", tensors, reasons)), operation(operation),
+        backward(writes(operation, kGradients)), forward_mode(reads(operation, kTangents)),
+        oracle(a.engine && std::strcmp(a.engine, kOracle) == 0), varlen(t.cu_seqlens_q || t.cu_seqlens_k), paged(t.page_table),
+        quantised(t.k_scale || t.v_scale) {}
 
   Problem problem() {
     reasons.raise_if_any(); // without the structs, later reasons would mean nothing
@@ -61,6 +62,7 @@ public:
     extras();
     blocks();
     functions();
+    if (forward_mode) tangents();
     results();
     check_overlaps(checks.placed(), reasons);
     reasons.raise_if_any();
@@ -326,7 +328,7 @@ private:
     if (a.invariant)
       reasons.add("invariant", Code::excluded, "given beside part; accepted is one of the two: tiles of keys begin where its ranges do");
     for (auto [name, result] : {std::pair{"max_logit", t.max_logit}, {"column_sums", t.column_sums}})
-      if (result && !backward)
+      if (result && operation == Operation::forward)
         reasons.add(name, Code::excluded, "given beside part; accepted is one of the two: it belongs to whole rows and columns");
     whole("max_seqlen_q", a.max_seqlen_q, part->most_q), whole("max_seqlen_k", a.max_seqlen_k, part->most_k);
     n.size_q = part->most_q, n.size_k = part->most_k;
@@ -363,7 +365,8 @@ private:
 
   // Checks the caller's functions and the tensors that they read.
   void functions() {
-    score::CapturedTensors all{}, wanted{};
+    score::CapturedTensors all{}, tangents{};
+    score::Wanted wanted;
     size_t count = 0;
 #define STROBE_CAPTURED(name, place) all[count++] = t.name;
 #include "strobe/fields.inc"
@@ -371,9 +374,16 @@ private:
       if (all[n]) score::check_captured_tensor(int32_t(n), *all[n], checks, reasons);
     if (backward) {
       count = 0;
-#define STROBE_DCAPTURED(name, place) wanted[count++] = t.name;
+#define STROBE_DCAPTURED(name, place) wanted.gradients[count++] = t.name;
 #include "strobe/fields.inc"
-      for (size_t n = 0; n < count; n++) score::check_gradient(int32_t(n), wanted[n], all[n], oracle, checks, reasons);
+      for (size_t n = 0; n < count; n++) score::check_gradient(int32_t(n), wanted.gradients[n], all[n], oracle, checks, reasons);
+    }
+    if (forward_mode) {
+      count = 0;
+#define STROBE_TCAPTURED(name, place) tangents[count++] = t.name;
+#include "strobe/fields.inc"
+      for (size_t n = 0; n < count; n++) score::check_tangent(int32_t(n), tangents[n], all[n], checks, reasons);
+      wanted.tangents = &tangents;
     }
     programs = score::make_programs(a, all, wanted, reasons);
   }
@@ -447,7 +457,30 @@ private:
     return adds_none([&] { check_offsets(rows_argument, m, reasons); }) && adds_none([&] { check_indices(cols_argument, m, reasons); });
   }
 
+  // Checks the tangents of the inputs.
+  void tangents() {
+    constexpr const char *none = "given for a {0}; accepted is none: {1} have no derivatives";
+    if (paged) reasons.add("page_table", Code::excluded, none, name(operation), "keys in pages");
+    if (quantised) reasons.add("k_scale", Code::excluded, none, name(operation), "quantised keys");
+    if (partial())
+      reasons.add("part", Code::excluded, "partial for a {0}; accepted is a part that holds all keys of its queries", name(operation));
+    if (a.accumulate) reasons.add("accumulate", Code::excluded, "1 for a {0}; accepted is 0", name(operation));
+    accept("tq", t.tq, queries({"D", n.dim}), input_types());
+    accept("tk", t.tk, keys({"D", n.dim}), input_types());
+    accept("tv", t.tv, keys({"Dv", n.dim_v}), input_types());
+    if (beside("tbias", t.tbias, "bias", t.bias) && good_bias) like("tbias", *t.tbias, *t.bias, {"B", "H", "Sq", "Sk"}, Access::read);
+    if (beside("tsinks", t.tsinks, "sinks", t.sinks) && good_sinks) like("tsinks", *t.tsinks, *t.sinks, {"H"}, Access::read);
+  }
+
   void results() {
+    const Types either = {DType::f32, DType::f64};
+    if (operation == Operation::jvp) {
+      require("tout", t.tout, queries({"Dv", n.dim_v}), result_types(), Access::write);
+      accept("tlse", t.tlse, lse_rows(), statistics_types(), Access::write);
+      accept("out", t.out, queries({"Dv", n.dim_v}), result_types(), Access::write);
+      accept("lse", t.lse, lse_rows(), statistics_types(), Access::write);
+      return;
+    }
     if (!backward) {
       require("out", t.out, queries({"Dv", n.dim_v}), partial() ? statistics_types() : result_types(), Access::write);
       accept("lse", t.lse, lse_rows(), statistics_types(), Access::write);
@@ -456,7 +489,6 @@ private:
         accept("column_sums", t.column_sums, key_columns(), statistics_types(), Access::write);
       return;
     }
-    const Types either = {DType::f32, DType::f64};
     if (partial()) {
       require("lse", t.lse, lse_rows(), oracle ? either : statistics_types());
       require("delta", t.delta, query_rows(), oracle ? either : statistics_types());
@@ -469,20 +501,27 @@ private:
     if (oracle && !std::count(dout.begin(), dout.end(), DType::f64)) dout.push_back(DType::f64);
     require("dout", t.dout, queries({"Dv", n.dim_v}), dout);
     accept("dlse", t.dlse, query_rows(), oracle ? either : statistics_types());
+    if (forward_mode) { // the oracle computes tout and tlse itself, as it does out and lse
+      if (!oracle || t.tout) require("tout", t.tout, queries({"Dv", n.dim_v}), result_types());
+      if (!oracle || t.tlse) require("tlse", t.tlse, query_rows(), statistics_types());
+      accept("tdout", t.tdout, queries({"Dv", n.dim_v}), dout);
+      accept("tdlse", t.tdlse, query_rows(), oracle ? either : statistics_types());
+    }
 
     Types gradients = partial() || a.accumulate ? statistics_types() : result_types();
     if (oracle && a.accumulate && dtype != DType::f64) gradients = either; // types that other engines add to, and the oracle's own
     accept("dq", t.dq, queries({"D", n.dim}), gradients, Access::write);
     accept("dk", t.dk, keys({"D", n.dim}), gradients, Access::write);
     accept("dv", t.dv, keys({"Dv", n.dim_v}), gradients, Access::write);
-    if (beside("dbias", t.dbias, "bias", t.bias) && good_bias) gradient_like("dbias", *t.dbias, *t.bias, {"B", "H", "Sq", "Sk"});
-    if (beside("dsinks", t.dsinks, "sinks", t.sinks) && good_sinks) gradient_like("dsinks", *t.dsinks, *t.sinks, {"H"});
+    if (beside("dbias", t.dbias, "bias", t.bias) && good_bias) like("dbias", *t.dbias, *t.bias, {"B", "H", "Sq", "Sk"}, Access::write);
+    if (beside("dsinks", t.dsinks, "sinks", t.sinks) && good_sinks) like("dsinks", *t.dsinks, *t.sinks, {"H"}, Access::write);
   }
-  void gradient_like(const char *argument, const strobe_tensor &gradient, const strobe_tensor &of,
-                     std::initializer_list<const char *> symbols) {
+  // Checks a gradient or a tangent of an input.
+  void like(const char *argument, const strobe_tensor &gradient, const strobe_tensor &of, std::initializer_list<const char *> symbols,
+            Access access) {
     Axes axes;
     for (const char *symbol : symbols) axes.push_back({symbol, of.shape[axes.size()]});
-    accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
+    accept(argument, &gradient, axes, {oracle && access == Access::write ? DType::f64 : static_cast<DType>(of.dtype)}, access);
   }
 
   // Bounds the sizes. Strides of 0 allow any size, but engines count a workspace's bytes, up to 2^20 per row, in 64 bits. For packed
@@ -586,7 +625,8 @@ private:
     p.out = view(t.out, tokens);
     p.lse = view(t.lse, !partial() ? rows : varlen ? kPackedPairs : kDensePairs);
     if (partial() && p.lse) p.lse_low = t.lse->strides[0];
-    if (!backward) p.max_logit = view(t.max_logit, kBatchHead), p.column_sums = view(t.column_sums, packed_k() ? kPackedRows : kDenseRows);
+    if (operation == Operation::forward)
+      p.max_logit = view(t.max_logit, kBatchHead), p.column_sums = view(t.column_sums, packed_k() ? kPackedRows : kDenseRows);
     if (backward) {
       p.dout = view(t.dout, tokens), p.dlse = view(t.dlse, rows), p.delta = view(t.delta, rows);
       p.dq = view(t.dq, tokens), p.dk = view(t.dk, tokens), p.dv = view(t.dv, tokens);
@@ -594,6 +634,15 @@ private:
 #define STROBE_DCAPTURED(name, place) p.place = score::captured_of(t.name);
 #include "strobe/fields.inc"
       p.gradient_program = programs.gradients;
+    }
+    if (forward_mode) {
+      p.tq = view(t.tq, tokens), p.tk = view(t.tk, packed_k() ? kPacked : kDense), p.tv = view(t.tv, packed_k() ? kPacked : kDense);
+      p.tbias = view(t.tbias, kDense), p.tsinks = view(t.tsinks, kHead);
+      p.tout = view(t.tout, tokens), p.tlse = view(t.tlse, rows);
+      if (backward) p.tdout = view(t.tdout, tokens), p.tdlse = view(t.tdlse, rows);
+#define STROBE_TCAPTURED(name, place) p.place = score::captured_of(t.name);
+#include "strobe/fields.inc"
+      p.tangent_program = programs.tangents;
     }
     return p;
   }
@@ -626,7 +675,8 @@ private:
   Reasons reasons;
   const strobe_attention a;
   const strobe_tensors t;
-  const bool backward, oracle, varlen, paged, quantised;
+  const Operation operation;
+  const bool backward, forward_mode, oracle, varlen, paged, quantised; // forward_mode: derivatives in the direction of tangents
   TensorChecks checks{reasons};
   const std::shared_ptr<OwnLists> lists = std::make_shared<OwnLists>();
   Sizes n;
@@ -638,8 +688,8 @@ private:
 
 } // namespace
 
-Problem validate(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction, std::vector<Placed> *placed) {
-  Validator validator(attention, tensors, direction);
+Problem validate(const strobe_attention *attention, const strobe_tensors *tensors, Operation operation, std::vector<Placed> *placed) {
+  Validator validator(attention, tensors, operation);
   const Problem problem = validator.problem();
   if (placed) *placed = validator.placed();
   return problem;

@@ -74,9 +74,9 @@ std::string auxiliary_note(const Problem &p, double pass, double all) {
   return text(what, ": another pass over the scores after the forward, ", std::lround(100 * pass / all), "% of the predicted time");
 }
 
-double flops(const Problem &p, Direction direction) {
-  const bool forward = direction == Direction::forward;
-  return visible_scores(p) * 2 * double(forward ? p.head_dim + p.head_dim_v : 3 * p.head_dim + 2 * p.head_dim_v);
+double flops(const Problem &p, Operation operation) {
+  const OperationRecord &products = record(operation);
+  return visible_scores(p) * 2 * double(products.products_d * p.head_dim + products.products_dv * p.head_dim_v);
 }
 
 } // namespace strobe

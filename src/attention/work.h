@@ -21,6 +21,6 @@ double keys_read(const Problem &);
 std::string auxiliary_note(const Problem &, double pass, double all);
 
 // The multiplications and additions of the products: two products in the forward, five in the backward.
-double flops(const Problem &, Direction);
+double flops(const Problem &, Operation);
 
 } // namespace strobe

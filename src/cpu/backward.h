@@ -88,15 +88,18 @@ template <class Math> struct QueryTile {
   int64_t piece_width(int64_t n) const { return min((i64)width, (i64)(rows - n * width)); }
 };
 
-// D_i = sum_c dO_ic O_ic (FlashAttention-2, section 3.1.2), in double: one rounding for the whole row.
-template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t token, T *buffer) {
-  const Problem &p = *head.p;
-  const int64_t dv = p.head_dim_v, ld = round_to(dv, 16);
-  load_row(p.dout, head.b, head.h, token, 0, dv, buffer);
-  load_row(p.out, head.b, head.h, token, 0, dv, buffer + ld);
+// The sum of x y over the columns of V, in double: one rounding for the whole row.
+template <class T> STROBE_INLINE double row_product(const Head<T> &head, const View &x, const View &y, int64_t token, T *buffer) {
+  const int64_t dv = head.p->head_dim_v, ld = round_to(dv, 16);
+  load_row(x, head.b, head.h, token, 0, dv, buffer);
+  load_row(y, head.b, head.h, token, 0, dv, buffer + ld);
   double sum = 0;
   for (int64_t c = 0; c < dv; ++c) sum += double(buffer[c]) * double(buffer[ld + c]);
   return sum;
+}
+// D_i = sum_c dO_ic O_ic (FlashAttention-2, section 3.1.2)
+template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t token, T *buffer) {
+  return row_product(head, head.p->dout, head.p->out, token, buffer);
 }
 
 // Whether all keys that a query sees may lie in one key tile. (Keys hidden by a mask or a bias are known only from the scores.)
@@ -565,9 +568,11 @@ void store_key_gradients(const View &dst, int64_t b, int64_t h, int64_t k0, int6
   }
 }
 
-template <class Math>
-void backward_keys(const Problem &p, const Execution &execution, const TileSizes &tile, const KeyPair<Math> &source, char *scratches,
-                   int64_t each, typename Math::Real *sums) {
+// Pass: what is computed of a query tile (GradientPass, or BackwardJvpPass).
+template <class Pass>
+void backward_keys(const Problem &p, const Execution &execution, const TileSizes &tile, const typename Pass::Source &source,
+                   char *scratches, int64_t each, typename Pass::Math::Real *sums) {
+  using Math = typename Pass::Math;
   using T = typename Math::Real;
   const BackwardItems items(p, tile);
   const int64_t size = KeyGradients<T>::size(p, items.tiles_each()), threads = min((i64)execution.threads, (i64)items.count());
@@ -585,7 +590,7 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
   int64_t next = 0;
   execution.run(int32_t(threads), [&](int32_t thread) {
     Arena arena(scratches + thread * each);
-    BackwardScratch<Math> scratch(arena, p, tile, source);
+    typename Pass::Scratch scratch(arena, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count();) {
       // the last chunk of queries comes first: under a causal mask it takes the longest
@@ -597,7 +602,7 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
         const int64_t b = kv_head / p.heads_kv, h = kv_head % p.heads_kv * p.group() + n / tiles;
         const QuerySpan queries = query_tile(p, b, n % tiles, tile.q);
         if (queries.empty()) continue;
-        backward_tile<Math>({p, b, h, queries}, tile, source, scratch, gradients);
+        Pass::tile({p, b, h, queries}, tile, source, scratch, gradients);
         gradients.tile_done();
       }
       gradients.add_up();
@@ -611,7 +616,7 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
   next = 0;
   execution.run(int32_t(min((i64)execution.threads, (i64)stores)), [&](int32_t thread) {
     Arena arena(scratches + thread * each);
-    BackwardScratch<Math> scratch(arena, p, tile, source);
+    typename Pass::Scratch scratch(arena, p, tile, source);
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < stores;) {
       int64_t kv_head = item / pieces, j0 = item % pieces * kRows;
       store(kv_head, j0, j0 + kRows, sums + kv_head * items.chunks * size, scratch.score.buffer);

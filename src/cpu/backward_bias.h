@@ -54,6 +54,21 @@ private:
   }
 };
 
+// Adds dS of key j of a piece, for the lanes from c on, to a sum. first: the sum's row for the piece's first query, if the sum has a row
+// per query.
+template <class T>
+STROBE_INLINE void add_to_bias(const TileSpan &t, const TileSizes &tile, bool rows, int64_t first, int64_t j, int64_t c, Vec<T> grad,
+                               T *sum) {
+  using V = Vec<T>;
+  if (rows) {
+    T *to = sum + (t.j0 + j) * tile.q + first + c;
+    if (first + c + V::kLanes <= tile.q) return (V::load(to) + grad).store(to);
+    for (int64_t lane = 0; lane < min((i64)V::kLanes, (i64)(t.lanes - c)); ++lane) to[lane] += grad.v[lane];
+  } else {
+    sum[t.j0 + j] += sum_of_lanes(grad);
+  }
+}
+
 // Adds dS of one query tile of one head to the sum. first: the sum's row for the tile's first query, if the sum has a row per query.
 template <class Math>
 void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &tile, bool rows, int64_t first, const KeyPair<Math> &source,
@@ -74,15 +89,8 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
       if (!make_piece(head, source.mask, i0 + n * tile.width, queries.piece_lanes(n), queries.piece_width(n), keys, piece)) continue;
       piece.infinite = infinite;
       const TileSpan &t = piece.span;
-      auto add = [&](int64_t j, int64_t c, V grad) __attribute__((always_inline)) {
-        if (rows) {
-          T *to = sum + (t.j0 + j) * tile.q + first + n * tile.width + c;
-          if (first + n * tile.width + c + V::kLanes <= tile.q) return (V::load(to) + grad).store(to);
-          for (int64_t lane = 0; lane < min((i64)V::kLanes, (i64)(t.lanes - c)); ++lane) to[lane] += grad.v[lane];
-        } else {
-          sum[t.j0 + j] += sum_of_lanes(grad);
-        }
-      };
+      auto add = [&](int64_t j, int64_t c, V grad)
+                     __attribute__((always_inline)) { add_to_bias(t, tile, rows, first + n * tile.width, j, c, grad, sum); };
       recompute<false>(head, queries, n, piece, Math::rows_from(k.keys.rows, t.j0 - k.origin),
                        Math::rows_from(v.keys.rows, t.j0 - v.origin), scratch,
                        [&](int64_t done, int64_t j, int64_t c, V, V, V g0, V g1, bool both) __attribute__((always_inline)) {
@@ -108,9 +116,10 @@ template <class T> STROBE_INLINE void store_bias_row(const Problem &p, int64_t b
   });
 }
 
-template <class Math>
-void backward_bias(const Problem &p, const Execution &execution, const TileSizes &tile, const KeyPair<Math> &source, char *scratches,
-                   int64_t each, typename Math::Real *sums) {
+template <class Pass>
+void backward_bias(const Problem &p, const Execution &execution, const TileSizes &tile, const typename Pass::Source &source,
+                   char *scratches, int64_t each, typename Pass::Math::Real *sums) {
+  using Math = typename Pass::Math;
   using T = typename Math::Real;
   const BiasItems items(p, tile);
   if (p.batch == 0 || p.seqlen_q == 0) { // nothing to sum
@@ -128,11 +137,11 @@ void backward_bias(const Problem &p, const Execution &execution, const TileSizes
   int64_t next = 0;
   execution.run(int32_t(threads), [&](int32_t thread) {
     Arena arena(scratches + thread * each);
-    BackwardScratch<Math> scratch(arena, p, tile, source);
+    typename Pass::Scratch scratch(arena, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     BiasSum<T> sum(items, sums + thread * items.own_size());
     auto add_tile = [&](int64_t b, int64_t h, const QuerySpan &queries, int64_t first) {
-      if (!queries.empty()) backward_bias_tile<Math>({p, b, h, queries}, tile, items.rows, first, source, scratch, sum.run);
+      if (!queries.empty()) Pass::bias({p, b, h, queries}, tile, items.rows, first, source, scratch, sum.run);
     };
     // Adds the rows [r0, r1) of the sequence, one range and one tile at a time.
     auto add_rows = [&](int64_t b, int64_t h, int64_t r0, int64_t r1) {
@@ -192,12 +201,31 @@ template <class T> void backward_sinks(const Problem &p, int64_t h, T *buffer) {
   *p.dsinks.at<T>(0, h, 0, 0) = T(sum);
 }
 
-template <class Math> KeyPair<Math> backward_sources(const Problem &p, const TileSizes &tile) {
-  return {{p, rows_of_k(p), p.head_dim, true, bool(p.dq), tile}, {p, rows_of_v(p), p.head_dim_v, true, false, tile}, {p, tile}};
-}
-template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes &tile) {
+// The passes of a backward: the gradients themselves.
+template <class M> struct GradientPass {
+  using Math = M;
+  using T = typename Math::Real;
+  using Source = KeyPair<Math>;
+  using Scratch = BackwardScratch<Math>;
+  static Source sources(const Problem &p, const TileSizes &tile) {
+    return {{p, rows_of_k(p), p.head_dim, true, bool(p.dq), tile}, {p, rows_of_v(p), p.head_dim_v, true, false, tile}, {p, tile}};
+  }
+  static void tile(const Head<T> &head, const TileSizes &tile, const Source &source, Scratch &scratch, const KeyGradients<T> &sums) {
+    backward_tile<Math>(head, tile, source, scratch, sums);
+  }
+  static void bias(const Head<T> &head, const TileSizes &tile, bool rows, int64_t first, const Source &source, Scratch &scratch, T *sum) {
+    backward_bias_tile<Math>(head, tile, rows, first, source, scratch, sum);
+  }
+  static void captured(const Head<T> &head, const TileSizes &tile, const Source &source, const CapturedItems &items, Scratch &scratch,
+                       double *sums) {
+    backward_captured_tile<Math>(head, tile, source, items, scratch, sums);
+  }
+  static void sinks(const Problem &p, int64_t h, T *buffer) { backward_sinks<T>(p, h, buffer); }
+};
+
+template <class Pass> int64_t backward_scratch(const Problem &p, const TileSizes &tile) {
   Arena arena(nullptr);
-  BackwardScratch<Math> scratch(arena, p, tile, backward_sources<Math>(p, tile));
+  typename Pass::Scratch scratch(arena, p, tile, Pass::sources(p, tile));
   return round_to(arena.used(), 256);
 }
 // The number of elements in the sums of backward_keys, backward_bias and backward_captured, which run one after the other.
@@ -213,32 +241,34 @@ template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &t
   return most;
 }
 
-template <class Math> int64_t backward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
+template <class Pass> int64_t backward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
+  using Math = typename Pass::Math;
   Arena arena(nullptr);
-  arena.take<char>(threads * backward_scratch<Math>(p, tile));
-  backward_sources<Math>(p, tile).take(arena, p);
+  arena.take<char>(threads * backward_scratch<Pass>(p, tile));
+  Pass::sources(p, tile).take(arena, p);
   arena.take<typename Math::Real>(backward_sums<Math>(p, tile, threads));
   return arena.used();
 }
 
-template <class Math> void backward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
+template <class Pass> void backward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
+  using Math = typename Pass::Math;
   using T = typename Math::Real;
-  const int64_t each = backward_scratch<Math>(p, tile);
+  const int64_t each = backward_scratch<Pass>(p, tile);
   Arena arena(workspace);
   char *scratches = arena.take<char>(execution.threads * each);
-  KeyPair<Math> source = backward_sources<Math>(p, tile);
+  typename Pass::Source source = Pass::sources(p, tile);
   source.take(arena, p);
   T *sums = arena.take<T>(backward_sums<Math>(p, tile, execution.threads));
   source.prepare(p, execution, scratches, each);
-  if (p.dq || p.dk || p.dv) backward_keys<Math>(p, execution, tile, source, scratches, each, sums);
-  if (p.dbias) backward_bias<Math>(p, execution, tile, source, scratches, each, sums);
-  if (p.gradient_program) backward_captured<Math>(p, execution, tile, source, scratches, each, reinterpret_cast<double *>(sums));
+  if (p.dq || p.dk || p.dv) backward_keys<Pass>(p, execution, tile, source, scratches, each, sums);
+  if (p.dbias) backward_bias<Pass>(p, execution, tile, source, scratches, each, sums);
+  if (p.gradient_program) backward_captured<Pass>(p, execution, tile, source, scratches, each, reinterpret_cast<double *>(sums));
   if (!p.dsinks) return;
   const int32_t threads = int32_t(min((i64)execution.threads, (i64)p.heads));
   execution.run(threads, [&](int32_t thread) {
     Arena own(scratches + thread * each);
-    BackwardScratch<Math> scratch(own, p, tile, source);
-    for (int64_t h = thread; h < p.heads; h += threads) backward_sinks<T>(p, h, scratch.row);
+    typename Pass::Scratch scratch(own, p, tile, source);
+    for (int64_t h = thread; h < p.heads; h += threads) Pass::sinks(p, h, scratch.row);
   });
 }
 

@@ -176,22 +176,22 @@ inline void store_captured(const Captured &x, int64_t from, int64_t to, const do
   });
 }
 
-template <class Math>
-void backward_captured(const Problem &p, const Execution &execution, const TileSizes &tile, const KeyPair<Math> &source, char *scratches,
-                       int64_t each, double *sums) {
+template <class Pass>
+void backward_captured(const Problem &p, const Execution &execution, const TileSizes &tile, const typename Pass::Source &source,
+                       char *scratches, int64_t each, double *sums) {
   const CapturedItems items(p, tile);
   int64_t next = 0;
   execution.run(int32_t(min((i64)execution.threads, (i64)items.shares)), [&](int32_t thread) {
     Arena arena(scratches + thread * each);
-    BackwardScratch<Math> scratch(arena, p, tile, source);
-    [[maybe_unused]] typename Math::Session session;
+    typename Pass::Scratch scratch(arena, p, tile, source);
+    [[maybe_unused]] typename Pass::Math::Session session;
     for (int64_t share; (share = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.shares;) {
       double *own = sums + share * items.elements;
       fill(own, items.elements, 0.0);
       for (int64_t item = share; item < items.count; item += items.shares) {
         const int64_t b = item / items.tiles / p.heads, h = item / items.tiles % p.heads;
         const QuerySpan queries = query_tile(p, b, item % items.tiles, tile.q);
-        if (!queries.empty()) backward_captured_tile<Math>({p, b, h, queries}, tile, source, items, scratch, own);
+        if (!queries.empty()) Pass::captured({p, b, h, queries}, tile, source, items, scratch, own);
       }
     }
   });

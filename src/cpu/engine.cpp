@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "isa.h"
+#include "score/program.h"
 #include "sets.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -113,19 +114,19 @@ const char *against_decoding(const Problem &p) {
   return p.wishes.tile_q > 0 || p.wishes.tile_k > 0 ? "tiles that are asked for" : "";
 }
 bool has_few(const Problem &p) { return p.longest_q() <= kFewQueries && !*against_decoding(p); }
-bool decodes(const Problem &p, Direction direction) { return direction == Direction::forward && has_few(p); }
+bool decodes(const Problem &p, Operation operation) { return operation == Operation::forward && has_few(p); }
 
 // The model counts the products of all lanes, padding included, and the packing of K and V. The backward takes a multiple of the forward,
 // according to its number of products, on every set alike. The backward must run on the set that is chosen for the forward, because P =
 // e^(s - LSE) is exact only if both round s alike. The number of threads must not change a bit, so the order of the sets does not depend on
 // it. The forward of few queries has no padding lanes. (With AMX it has some, which cost little beside reading.)
-double predict(const InstructionSet &set, const CpuKernels &kernels, const Problem &p, int64_t threads, Direction direction) {
+double predict(const InstructionSet &set, const CpuKernels &kernels, const Problem &p, int64_t threads, Operation operation) {
   constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, a fraction of the peak, the seconds to begin a call
   constexpr int64_t kShortestTile = 64;                       // tiles are not shortened below this for more parallel work
   constexpr double kTransposed = 1;                           // cycles per element of K and V that few queries cannot read in place
   const int column = p.dtype == DType::bf16 ? 2 : p.dtype == DType::f16 ? 1 : 0;
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.seqlen_q) / double(std::max<int64_t>(p.varlen ? p.batch : 1, 1)));
-  const double width = double(kernels.forward_tile.width), pieces = std::ceil(queries / width);
+  const double width = double(kernels.tiles[Operation::forward].width), pieces = std::ceil(queries / width);
   const double whole = std::ceil(queries / 16) * 16, lanes = whole + pieces * set.idle_lanes;
   const bool few = has_few(p), in_place = few && p.group() * p.longest_q() <= kernels.rows_in_place;
   const double padded = few ? 1 : lanes / queries * width / (width + set.idle_lanes);
@@ -133,9 +134,9 @@ double predict(const InstructionSet &set, const CpuKernels &kernels, const Probl
   const double rate = set.flops_per_cycle[column] * kShare * (p.dtype == DType::f64 ? 0.5 : 1.0);
   const double packed = keys_read(p) * double(p.head_dim + p.head_dim_v) * pack;
   const double items = double(p.batch * p.heads) * double((p.longest_q() + kShortestTile - 1) / kShortestTile);
-  const double cycles = flops(p, Direction::forward) * padded / rate + packed;
-  const double products = direction == Direction::forward ? 1 : flops(p, direction) / std::max(1.0, flops(p, Direction::forward));
-  const double passes = products * (few && direction == Direction::backward ? whole / queries : 1);
+  const double cycles = flops(p, Operation::forward) * padded / rate + packed;
+  const double products = operation == Operation::forward ? 1 : flops(p, operation) / std::max(1.0, flops(p, Operation::forward));
+  const double passes = products * (few && !decodes(p, operation) ? whole / queries : 1);
   return kStart + passes * cycles / kHertz / std::clamp(items, 1.0, double(threads));
 }
 
@@ -157,10 +158,10 @@ int64_t nearest_divisor(int64_t block, int64_t wish) {
 // preferred size is halved until there is work for many threads. The number of threads must not change a bit, so everything follows from
 // the shape alone. Invariant: key tiles have the kernels' own size, because bits depend on it; so have the backward's query tiles, because
 // dK and dV depend on them.
-TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction direction, std::vector<std::string> &notes) {
+TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Operation operation, std::vector<std::string> &notes) {
   auto round_up = [](int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; };
   TileSizes tile = preferred;
-  const bool fixed = p.invariant && direction == Direction::backward;
+  const bool fixed = p.invariant && writes(operation, kGradients);
   auto items = [&] { return p.batch * p.heads * ((p.longest_q() + tile.q - 1) / tile.q); };
   if (p.wishes.tile_q > 0)
     tile.q = std::min(kLongestTileQ, round_up(p.wishes.tile_q, 16));
@@ -184,13 +185,15 @@ class Compiled {
 public:
   Compiled(const Problem &p, const InstructionSet &set) : p_(&p) {
     if (!p.program) return;
-    const std::shared_ptr<score::Bytecode> code = score::compile(p);
+    own_ = p;
+    for (size_t n = 0; p.tangent_program && n < STROBE_MOST_CAPTURED; n++)
+      if (const int32_t place = p.tangent_program->place[n]; place >= 0) own_.captured[place] = p.tcaptured[n];
+    const std::shared_ptr<score::Bytecode> code = score::compile(own_);
     const CpuKernels *kernels = set.kernels(p.dtype);
 #if defined(__x86_64__) && !defined(STROBE_UP_TO_AVX2)
     if (!kernels->run_program) kernels = avx512::kernels(DType::f32);
 #endif
     code->run = kernels->run_program;
-    own_ = p;
     own_.bytecode = code.get();
     code_ = code;
     p_ = &own_;
@@ -217,13 +220,13 @@ std::string against_function(const CpuKernels &kernels, const Problem &p) {
 }
 
 // The reason why an engine cannot read quantised K and V; empty if it can.
-std::string against_quantised(const CpuKernels &kernels, const Problem &p, Direction direction) {
+std::string against_quantised(const CpuKernels &kernels, const Problem &p, Operation operation) {
   if (!p.quantised() || kernels.quantised) return "";
   const std::string rounds = text("k and v in ", strobe::name(p.quantised_as), ": it would round what they stand for to bfloat16");
   if (kernels.decodes_quantised_from == 0) return rounds;
   if (p.scaled_by_channel()) return rounds + ", but for few queries with scales of rows";
   if (p.longest_q() > kFewQueries) return text(rounds, ", but for up to ", kFewQueries, " queries");
-  if (!decodes(p, direction)) return rounds + ", but for few queries without " + against_decoding(p);
+  if (!decodes(p, operation)) return rounds + ", but for few queries without " + against_decoding(p);
   if (p.group() * p.longest_q() >= kernels.decodes_quantised_from) return "";
   return text("fewer than ", kernels.decodes_quantised_from, " rows of a group's queries: quantised keys are read faster by multiply-adds");
 }
@@ -233,20 +236,20 @@ public:
   explicit CpuEngine(const InstructionSet &set) : set_(set) {}
   const char *name() const override { return set_.name; }
   std::string missing() const override { return set_.missing(); }
+  bool computes(Operation) const override { return true; }
 
-  Answer plan(const Problem &problem, const Execution &execution, Direction direction) const override {
+  Answer plan(const Problem &problem, const Execution &execution, Operation operation) const override {
     const CpuKernels *kernels = set_.kernels(problem.dtype);
     if (!kernels) return std::string("adds nothing for ") + strobe::name(problem.dtype);
     const Compiled compiled(problem, set_);
     const Problem &p = compiled.problem();
-    if (std::string reason = against_quantised(*kernels, p, direction); !reason.empty()) return reason;
+    if (std::string reason = against_quantised(*kernels, p, operation); !reason.empty()) return reason;
     if (std::string reason = against_function(*kernels, p); !reason.empty()) return reason;
     Plan plan;
     plan.engine = set_.name;
-    const bool forward = direction == Direction::forward;
-    const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
-    TileSizes tile = choose_tiles(p, preferred, direction, plan.notes);
-    const bool few = decodes(p, direction);
+    const bool forward = operation == Operation::forward;
+    TileSizes tile = choose_tiles(p, kernels->tiles[operation], operation, plan.notes);
+    const bool few = decodes(p, operation);
     plan.kernel = std::string(kernels->arithmetic) +
                   (few ? ", the queries of a group at once, keys across lanes" : ", " + std::to_string(tile.width) + " queries at once");
     plan.tile_q = few ? p.longest_q() : tile.q;
@@ -257,9 +260,9 @@ public:
       plan.notes.push_back(text("functions: operations for each pair ", code->count(score::Stage::pair), ", query ",
                                 code->count(score::Stage::query), ", key ", code->count(score::Stage::key), ", head ",
                                 code->count(score::Stage::head)));
-    plan.workspace_bytes = uint64_t(few ? kernels->decode_workspace(p, execution.threads)
-                                        : (forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
-    plan.predicted_seconds = predict(set_, *kernels, p, execution.threads, direction);
+    plan.workspace_bytes =
+        uint64_t(few ? kernels->decode_workspace(p, execution.threads) : kernels->workspace[operation](p, tile, execution.threads));
+    plan.predicted_seconds = predict(set_, *kernels, p, execution.threads, operation);
     if (p.gradient_program) { // two of the backward's five products once more
       plan.predicted_seconds *= 1 + double(p.head_dim + p.head_dim_v) / double(3 * p.head_dim + 2 * p.head_dim_v);
       plan.notes.push_back("gradients of captured tensors: another pass over the scores");
@@ -273,21 +276,20 @@ public:
     return plan;
   }
 
-  void run(const Problem &problem, const Execution &execution, Direction direction, const Plan &plan, void *workspace) const override {
+  void run(const Problem &problem, const Execution &execution, Operation operation, const Plan &plan, void *workspace) const override {
     const Compiled compiled(problem, set_);
     const Problem &p = compiled.problem();
     const CpuKernels *kernels = set_.kernels(p.dtype);
-    const bool forward = direction == Direction::forward;
-    const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;
+    const TileSizes &preferred = kernels->tiles[operation];
     const TileSizes tile{plan.tile_q, plan.tile_k, std::min(preferred.width, plan.tile_q)};
-    const bool few = decodes(p, direction);
+    const bool few = decodes(p, operation);
     if (few)
       kernels->decode(p, execution, workspace);
     else
-      (forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
+      kernels->run[operation](p, execution, tile, workspace);
     if (!p.auxiliary()) return;
     std::vector<std::string> told; // the plan collects these
-    kernels->auxiliary(p, execution, few ? choose_tiles(p, preferred, direction, told) : tile, workspace);
+    kernels->auxiliary(p, execution, few ? choose_tiles(p, preferred, operation, told) : tile, workspace);
   }
 
 private:

@@ -18,20 +18,19 @@ inline constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512;
 inline constexpr int64_t kMostDecodedRows = 128; // most rows of a group of heads: each thread holds their scores
 
 struct CpuKernels {
-  const char *arithmetic;                // a description
-  bool quantised;                        // every forward reads quantised K and V (not with bf16 products, which would round the values)
-  int64_t decodes_quantised_from;        // if not: decoding reads them for groups of at least this many rows, and scales S and P; 0: never
-  int64_t rows_in_place;                 // decoding reads K and V in place for groups of at most this many rows
-  int planes;                            // how many bf16 a number is split into (the smallest products are left out); 0: not split
-  TileSizes forward_tile, backward_tile; // used if no tile is requested
-  int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);
-  void (*forward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
+  const char *arithmetic;         // a description
+  bool quantised;                 // every forward reads quantised K and V (not with bf16 products, which would round the values)
+  int64_t decodes_quantised_from; // if not: decoding reads them for groups of at least this many rows, and scales S and P; 0: never
+  int64_t rows_in_place;          // decoding reads K and V in place for groups of at most this many rows
+  int planes;                     // how many bf16 a number is split into (the smallest products are left out); 0: not split
+  // The main pass of each operation; null: it has none. tiles: used if none is requested.
+  PerOperation<TileSizes> tiles;
+  PerOperation<int64_t (*)(const Problem &, const TileSizes &, int64_t threads)> workspace;
+  PerOperation<void (*)(const Problem &, const Execution &, const TileSizes &, void *workspace)> run;
   // The forward of few queries (decode.h).
   int64_t decode_keys; // keys per item
   int64_t (*decode_workspace)(const Problem &, int64_t threads);
   void (*decode)(const Problem &, const Execution &, void *workspace);
-  int64_t (*backward_workspace)(const Problem &, const TileSizes &, int64_t threads);
-  void (*backward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
   // max_logit and column_sums, after a forward with the same tile.
   int64_t (*auxiliary_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*auxiliary)(const Problem &, const Execution &, const TileSizes &, void *workspace);

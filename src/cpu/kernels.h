@@ -1,10 +1,11 @@
 // What an instruction set's translation unit contains, except for its table.
 #pragma once
 #include "auxiliary.h"
-#include "backward_bias.h"
+#include "backward_jvp.h"
 #include "decode.h"
 #include "fma.h"
 #include "isa.h"
+#include "jvp.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -16,15 +17,13 @@ constexpr CpuKernels kernels_of(const char *arithmetic, TileSizes forward_tile, 
           .decodes_quantised_from = Math::kDecodesQuantised ? Math::kFewRows + 1 : 0,
           .rows_in_place = Math::kManyInPlace ? kMostDecodedRows : Math::kFewRows,
           .planes = Math::kPlanes,
-          .forward_tile = forward_tile,
-          .backward_tile = backward_tile,
-          .forward_workspace = forward_workspace<Math>,
-          .forward = forward<Math>,
+          .tiles = {forward_tile, backward_tile, backward_tile, backward_tile},
+          .workspace = {forward_workspace<Math>, backward_workspace<GradientPass<Math>>, jvp_workspace<Math>,
+                        backward_workspace<BackwardJvpPass<Math>>},
+          .run = {forward<Math>, backward<GradientPass<Math>>, jvp<Math>, backward<BackwardJvpPass<Math>>},
           .decode_keys = DecodeTile::kSpan,
           .decode_workspace = decode_workspace<Math>,
           .decode = decode<Math>,
-          .backward_workspace = backward_workspace<Math>,
-          .backward = backward<Math>,
           .auxiliary_workspace = auxiliary_workspace<Math>,
           .auxiliary = auxiliary<Math>,
           .run_program = run_program};

@@ -29,10 +29,11 @@ public:
   using T = typename Math::Real;
   using Element = typename Math::Element;
 
-  // x: K or V, with head dimension d. rows, columns: whether products use it as rows, as columns, or both.
-  KeySource(const Problem &p, const KeyRows &x, int64_t d, bool rows, bool columns, const TileSizes &tile)
+  // x: K, V or a tangent, with head dimension d. rows, columns: whether products use it as rows, as columns, or both. once: whether it may
+  // be packed once for each head.
+  KeySource(const Problem &p, const KeyRows &x, int64_t d, bool rows, bool columns, const TileSizes &tile, bool once = true)
       : p_(p), x_(x), d_(d), tile_k_(tile.k), rows_(rows), columns_(columns), in_place_(!x.quantised() && Math::in_place(x.x, d)),
-        once_((rows || columns) && !in_place_ && !x.quantised() && !x.x.page_size && p.group() * query_tiles(p, tile.q) > 1 &&
+        once_(once && (rows || columns) && !in_place_ && !x.quantised() && !x.x.page_size && p.group() * query_tiles(p, tile.q) > 1 &&
               p.blocks.block_k % kKeyAlign == 0 && aligned(p)) {}
 
   // How many elements the threads share: all ranges of all heads, packed.

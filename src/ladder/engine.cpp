@@ -21,7 +21,7 @@ public:
   std::string missing() const override { return {}; }
   bool only_by_name() const override { return true; }
 
-  Answer plan(const Problem &p, const Execution &execution, Direction direction) const override {
+  Answer plan(const Problem &p, const Execution &execution, Operation operation) const override {
     if (p.dtype != DType::f32) return "float32 only";
     if (std::string reason = against(p); !reason.empty()) return reason;
     const TileSize size{p.wishes.tile_q ? p.wishes.tile_q : kTile, p.wishes.tile_k ? p.wishes.tile_k : kTile};
@@ -29,21 +29,21 @@ public:
     plan.engine = name_;
     plan.kernel = words_;
     plan.tile_q = size.q, plan.tile_k = size.k;
-    const int64_t threads = shares(p, size, execution, direction);
+    const int64_t threads = shares(p, size, execution, operation);
     plan.workspace_bytes =
-        sizeof(float) * uint64_t(Algorithm::memory(p, direction) + threads * Algorithm::sram(size, p.head_dim, direction));
-    plan.predicted_seconds = flops(p, direction) / (4e9 * double(execution.threads)); // no choice depends on this time
+        sizeof(float) * uint64_t(Algorithm::memory(p, operation) + threads * Algorithm::sram(size, p.head_dim, operation));
+    plan.predicted_seconds = flops(p, operation) / (4e9 * double(execution.threads)); // no choice depends on this time
     return plan;
   }
 
-  void run(const Problem &p, const Execution &execution, Direction direction, const Plan &plan, void *workspace) const override {
+  void run(const Problem &p, const Execution &execution, Operation operation, const Plan &plan, void *workspace) const override {
     const TileSize size{plan.tile_q, plan.tile_k};
-    const int64_t items = Algorithm::items(p, size, direction), per_thread = Algorithm::sram(size, p.head_dim, direction);
-    float *const memory = static_cast<float *>(workspace), *const srams = memory + Algorithm::memory(p, direction);
-    const int32_t threads = shares(p, size, execution, direction);
+    const int64_t items = Algorithm::items(p, size, operation), per_thread = Algorithm::sram(size, p.head_dim, operation);
+    float *const memory = static_cast<float *>(workspace), *const srams = memory + Algorithm::memory(p, operation);
+    const int32_t threads = shares(p, size, execution, operation);
     execution.run(threads, [&](int32_t thread) {
       for (int64_t item = thread; item < items; item += threads)
-        (direction == Direction::forward ? Algorithm::forward : Algorithm::backward)(p, size, item, memory,
+        (operation == Operation::forward ? Algorithm::forward : Algorithm::backward)(p, size, item, memory,
                                                                                      Sram(srams + thread * per_thread));
     });
   }
@@ -51,8 +51,8 @@ public:
 private:
   const char *name_, *words_;
 
-  static int32_t shares(const Problem &p, const TileSize &size, const Execution &execution, Direction direction) {
-    return int32_t(std::min<int64_t>(Algorithm::items(p, size, direction), execution.threads));
+  static int32_t shares(const Problem &p, const TileSize &size, const Execution &execution, Operation operation) {
+    return int32_t(std::min<int64_t>(Algorithm::items(p, size, operation), execution.threads));
   }
 };
 

@@ -8,16 +8,16 @@ namespace strobe::ladder::cpu {
 class Flash1 {
 public:
   // The floats that a call keeps in memory: l and m of each query.
-  static int64_t memory(const Problem &p, Direction direction) {
-    return direction == Direction::forward ? 2 * p.batch * p.heads * p.seqlen_q : 0;
+  static int64_t memory(const Problem &p, Operation operation) {
+    return operation == Operation::forward ? 2 * p.batch * p.heads * p.seqlen_q : 0;
   }
-  static int64_t sram(const TileSize &size, int64_t d, Direction direction) {
+  static int64_t sram(const TileSize &size, int64_t d, Operation operation) {
     Sram count;
-    direction == Direction::forward ? void(Forward(count, size, d)) : void(Backward(count, size, d));
+    operation == Operation::forward ? void(Forward(count, size, d)) : void(Backward(count, size, d));
     return count.taken();
   }
-  static int64_t items(const Problem &p, const TileSize &, Direction direction) {
-    return p.batch * (direction == Direction::forward ? p.heads : p.heads_kv);
+  static int64_t items(const Problem &p, const TileSize &, Operation operation) {
+    return p.batch * (operation == Operation::forward ? p.heads : p.heads_kv);
   }
 
   static void forward(const Problem &p, const TileSize &size, int64_t item, float *memory, Sram sram) {

@@ -8,16 +8,16 @@ namespace strobe::ladder::cpu {
 class Flash2 {
 public:
   // The floats that a call keeps in memory: in the backward, D of each query.
-  static int64_t memory(const Problem &p, Direction direction) {
-    return direction == Direction::forward ? 0 : p.batch * p.heads * p.seqlen_q;
+  static int64_t memory(const Problem &p, Operation operation) {
+    return operation == Operation::forward ? 0 : p.batch * p.heads * p.seqlen_q;
   }
-  static int64_t sram(const TileSize &size, int64_t d, Direction direction) {
+  static int64_t sram(const TileSize &size, int64_t d, Operation operation) {
     Sram count;
-    direction == Direction::forward ? void(Forward(count, size, d)) : void(Backward(count, size, d));
+    operation == Operation::forward ? void(Forward(count, size, d)) : void(Backward(count, size, d));
     return count.taken();
   }
-  static int64_t items(const Problem &p, const TileSize &size, Direction direction) {
-    return direction == Direction::forward ? p.batch * p.heads * div_up(p.seqlen_q, size.q) : p.batch * p.heads_kv;
+  static int64_t items(const Problem &p, const TileSize &size, Operation operation) {
+    return operation == Operation::forward ? p.batch * p.heads * div_up(p.seqlen_q, size.q) : p.batch * p.heads_kv;
   }
 
   // One item: a tile of queries.

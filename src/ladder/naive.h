@@ -8,16 +8,16 @@ namespace strobe::ladder::cpu {
 class Naive {
 public:
   // The floats that a call keeps in memory: S of every head, which becomes P; in the backward P and dP.
-  static int64_t memory(const Problem &p, Direction direction) {
-    return p.batch * p.heads * p.seqlen_q * p.seqlen_k * (direction == Direction::forward ? 1 : 2);
+  static int64_t memory(const Problem &p, Operation operation) {
+    return p.batch * p.heads * p.seqlen_q * p.seqlen_k * (operation == Operation::forward ? 1 : 2);
   }
-  static int64_t sram(const TileSize &size, int64_t d, Direction) {
+  static int64_t sram(const TileSize &size, int64_t d, Operation) {
     Sram count;
     Tiles(count, size, d);
     return count.taken();
   }
-  static int64_t items(const Problem &p, const TileSize &, Direction direction) {
-    return p.batch * (direction == Direction::forward ? p.heads : p.heads_kv);
+  static int64_t items(const Problem &p, const TileSize &, Operation operation) {
+    return p.batch * (operation == Operation::forward ? p.heads : p.heads_kv);
   }
 
   static void forward(const Problem &p, const TileSize &size, int64_t item, float *memory, Sram sram) {
@@ -71,7 +71,7 @@ private:
           result(sram.tile(std::max(size.q, size.k), std::max(size.k, d))) {}
   };
 
-  static int64_t memory_of(const Problem &p) { return memory(p, Direction::forward); }
+  static int64_t memory_of(const Problem &p) { return memory(p, Operation::forward); }
   static Matrix whole(const Problem &p, float *memory, int64_t b, int64_t h) {
     return {memory + (b * p.heads + h) * p.seqlen_q * p.seqlen_k, p.seqlen_q, p.seqlen_k, p.seqlen_k};
   }

@@ -1,5 +1,5 @@
-// The oracle's functions of the score: a graph's nodes one after another, in double, with dual numbers for the derivative by the score, or
-// by what one LOAD reads.
+// The oracle's functions of the score: a graph's nodes one after another, with dual numbers for the derivative by the score, or by what one
+// LOAD reads. Both the value and that derivative have derivatives in the direction of the call's tangents.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "reference/numbers.h"
+#include "reference/tangent.h"
 #include "score/program.h"
 
 namespace strobe::oracle {
@@ -18,20 +19,22 @@ using score::Node;
 using score::Op;
 
 struct Dual {
-  double value = 0, slope = 0;
+  Tangent value, slope;
   bool varies = false; // whether the graph leads from the score to it, by other ways than steps; otherwise its slope is 0
 };
 
 // The arguments of a function.
 struct Pair {
-  double x = 0;
+  Tangent x;
   int64_t b = 0, h = 0, i = 0, j = 0, offset = 0;
 };
 
 class Function {
 public:
   // root: the node of the result; -1: there is no function. by: the node by which it is differentiated, a LOAD; -1: SCORE.
-  Function(std::span<const Node> all, int32_t root, const Captured *captured, int32_t by = -1) : captured(captured), by(by) {
+  // tangents: of the captured tensors.
+  Function(std::span<const Node> all, int32_t root, const Captured *captured, const Captured *tangents, int32_t by = -1)
+      : captured(captured), tangents(tangents), by(by) {
     if (root < 0) return;
     nodes.assign(all.begin(), all.begin() + root + 1), values.resize(nodes.size());
     std::vector<char> needed(nodes.size());
@@ -64,7 +67,7 @@ private:
   const Value &result(const Pair &at) const {
     for (const size_t n : order) {
       values[n] = value(nodes[n], at);
-      if (int32_t(n) == by) values[n].real.slope = 1, values[n].real.varies = true;
+      if (int32_t(n) == by) values[n].real.slope = 1.0, values[n].real.varies = true;
     }
     return values.back();
   }
@@ -105,7 +108,7 @@ private:
     if (first.kind != Kind::real) return {of_integers(n.op, first.kind, in(0).integer, two ? in(1).integer : 0), {double(in(0).integer)}};
     const Dual a = in(0).real, b = two ? in(1).real : Dual{};
     if (n.kind == Kind::real) return {0, two ? of_reals(n.op, a, b) : of_real(n.op, a)};
-    return {from_reals(n.op, a.value, b.value), {}};
+    return {from_reals(n.op, a.value.value, b.value.value), {}};
   }
 
   // An index of a LOAD: a negative one counts from the end, and others are limited to the axis.
@@ -126,7 +129,13 @@ private:
     if (c.dtype == DType::boolean) return {*one.at<uint8_t>(0, 0, 0, 0) != 0, {}};
     if (c.dtype == DType::i32) return {*one.at<int32_t>(0, 0, 0, 0), {}};
     if (c.dtype == DType::i64) return {*one.at<int64_t>(0, 0, 0, 0), {}};
-    return {0, {load(one, 0, 0, 0, 0)}};
+    const Captured &t = tangents[n.captured];
+    if (!t) return {0, {load(one, 0, 0, 0, 0)}};
+    View tangent;
+    place = 0;
+    for (int32_t axis = 0; axis < n.count; axis++) place += index(n, axis) * t.stride[axis];
+    tangent.data = t.data + place * bytes(t.dtype), tangent.dtype = t.dtype;
+    return {0, {Tangent(load(one, 0, 0, 0, 0), load(tangent, 0, 0, 0, 0))}};
   }
 
   // An operation on booleans and integers. The result is an integer or a boolean; the caller makes that of TO_REAL.
@@ -208,12 +217,13 @@ private:
   }
 
   // The value, and what the inputs' slopes are multiplied by.
-  static Dual made(double value, Dual a, double by_a, Dual b = {}, double by_b = 0) {
+  static Dual made(Tangent value, Dual a, Tangent by_a, Dual b = {}, Tangent by_b = 0) {
     return {value, (a.varies ? a.slope * by_a : 0) + (b.varies ? b.slope * by_b : 0), a.varies || b.varies};
   }
 
   static Dual of_reals(Op op, Dual a, Dual b) {
-    const double x = a.value, y = b.value, nan = std::numeric_limits<double>::quiet_NaN();
+    const Tangent x = a.value, y = b.value;
+    const double nan = std::numeric_limits<double>::quiet_NaN();
     switch (op) {
     case Op::ADD:
       return made(x + y, a, 1, b, 1);
@@ -224,30 +234,34 @@ private:
     case Op::DIVIDE:
       return made(x / y, a, 1 / y, b, -(x / y) / y);
     case Op::FLOOR_DIVIDE:
-      return {floor_of_quotient(x, y)};
+      return {floor_of_quotient(x.value, y.value)};
     case Op::REMAINDER: {
-      double rest = std::fmod(x, y);
-      if (rest != 0 && (rest < 0) != (y < 0)) rest += y;
-      return made(rest, a, 1, b, -floor_of_quotient(x, y));
+      double rest = std::fmod(x.value, y.value);
+      if (rest != 0 && (rest < 0) != (y.value < 0)) rest += y.value;
+      const double whole = floor_of_quotient(x.value, y.value);
+      return made(of(rest, x, 1, y, -whole), a, 1, b, -whole);
     }
-    case Op::TRUNC_REMAINDER:
-      return made(std::fmod(x, y), a, 1, b, -std::trunc(x / y));
+    case Op::TRUNC_REMAINDER: {
+      const double whole = std::trunc(x.value / y.value);
+      return made(of(std::fmod(x.value, y.value), x, 1, y, -whole), a, 1, b, -whole);
+    }
     case Op::MINIMUM:
     case Op::MAXIMUM: {
-      if (std::isnan(x) || std::isnan(y)) return made(nan, a, nan, b, nan);
-      const double of_a = x == y ? 0.5 : (op == Op::MAXIMUM) == (x > y);
-      Dual larger = made(of_a == 1 || x == y ? x : y, of_a > 0 ? a : Dual{}, of_a, of_a < 1 ? b : Dual{}, 1 - of_a);
-      larger.varies = a.varies || b.varies;
-      return larger;
+      if (std::isnan(x.value) || std::isnan(y.value)) return made(Tangent(nan, nan), a, nan, b, nan);
+      const double of_a = x.value == y.value ? 0.5 : (op == Op::MAXIMUM) == (x.value > y.value);
+      const Tangent larger = of(of_a == 1 || x.value == y.value ? x.value : y.value, x, of_a, y, 1 - of_a);
+      Dual chosen = made(larger, of_a > 0 ? a : Dual{}, of_a, of_a < 1 ? b : Dual{}, 1 - of_a);
+      chosen.varies = a.varies || b.varies;
+      return chosen;
     }
     case Op::POWER: {
-      const double power = std::pow(x, y);
-      const double by_base = y == 0 ? 0 : y * std::pow(x, y - 1), by_exponent = x == 0 && y >= 0 ? 0 : power * std::log(x);
-      return made(power, a, by_base, b, by_exponent);
+      const Tangent by_base = y.value == 0 ? 0 : y * pow(x, y - 1);
+      const Tangent by_exponent = x.value == 0 && y.value >= 0 ? 0 : pow(x, y) * log(x);
+      return made(pow(x, y), a, by_base, b, by_exponent);
     }
     case Op::ATAN2: {
-      const double square = x * x + y * y;
-      return made(std::atan2(x, y), a, y / square, b, -x / square);
+      const Tangent square = x * x + y * y;
+      return made(atan2(x, y), a, y / square, b, -x / square);
     }
     default:
       throw Error(STROBE_INTERNAL, text("the oracle does not know operation ", int32_t(op)));
@@ -262,75 +276,77 @@ private:
   }
 
   static Dual of_real(Op op, Dual a) {
-    const double x = a.value;
+    const Tangent x = a.value;
+    const double sign = double(x.value > 0) - double(x.value < 0);
     switch (op) {
     case Op::NEGATE:
       return made(-x, a, -1);
     case Op::ABSOLUTE:
-      return made(std::abs(x), a, x > 0 ? 1 : x < 0 ? -1 : 0);
+      return made(abs(x), a, sign);
     case Op::SIGN:
-      return {double(x > 0) - double(x < 0)};
+      return {sign};
     case Op::TO_REAL:
       return a;
     case Op::EXP:
-      return made(std::exp(x), a, std::exp(x));
+      return made(exp(x), a, exp(x));
     case Op::EXP2:
-      return made(std::exp2(x), a, std::exp2(x) * std::numbers::ln2);
+      return made(exp2(x), a, exp2(x) * std::numbers::ln2);
     case Op::EXPM1:
-      return made(std::expm1(x), a, std::exp(x));
+      return made(expm1(x), a, exp(x));
     case Op::LOG:
-      return made(std::log(x), a, 1 / x);
+      return made(log(x), a, 1 / x);
     case Op::LOG2:
-      return made(std::log2(x), a, 1 / (x * std::numbers::ln2));
+      return made(log2(x), a, 1 / (x * std::numbers::ln2));
     case Op::LOG1P:
-      return made(std::log1p(x), a, 1 / (1 + x));
+      return made(log1p(x), a, 1 / (1 + x));
     case Op::SQRT:
-      return made(std::sqrt(x), a, 0.5 / std::sqrt(x));
+      return made(sqrt(x), a, 0.5 / sqrt(x));
     case Op::RSQRT:
-      return made(1 / std::sqrt(x), a, -0.5 / (x * std::sqrt(x)));
+      return made(1 / sqrt(x), a, -0.5 / (x * sqrt(x)));
     case Op::SIN:
-      return made(std::sin(x), a, std::cos(x));
+      return made(sin(x), a, cos(x));
     case Op::COS:
-      return made(std::cos(x), a, -std::sin(x));
+      return made(cos(x), a, -sin(x));
     case Op::TAN:
-      return made(std::tan(x), a, 1 / (std::cos(x) * std::cos(x)));
+      return made(tan(x), a, 1 / (cos(x) * cos(x)));
     case Op::ASIN:
-      return made(std::asin(x), a, 1 / std::sqrt((1 - x) * (1 + x)));
+      return made(asin(x), a, 1 / sqrt((1 - x) * (1 + x)));
     case Op::ACOS:
-      return made(std::acos(x), a, -1 / std::sqrt((1 - x) * (1 + x)));
+      return made(acos(x), a, -1 / sqrt((1 - x) * (1 + x)));
     case Op::ATAN:
-      return made(std::atan(x), a, 1 / (1 + x * x));
+      return made(atan(x), a, 1 / (1 + x * x));
     case Op::SINH:
-      return made(std::sinh(x), a, std::cosh(x));
+      return made(sinh(x), a, cosh(x));
     case Op::COSH:
-      return made(std::cosh(x), a, std::sinh(x));
+      return made(cosh(x), a, sinh(x));
     case Op::TANH:
-      return made(std::tanh(x), a, 1 - std::tanh(x) * std::tanh(x));
+      return made(tanh(x), a, 1 - tanh(x) * tanh(x));
     case Op::ASINH:
-      return made(std::asinh(x), a, 1 / std::hypot(x, 1));
+      return made(asinh(x), a, 1 / sqrt(x * x + 1));
     case Op::ACOSH:
-      return made(std::acosh(x), a, 1 / (std::sqrt(x - 1) * std::sqrt(x + 1)));
+      return made(acosh(x), a, 1 / (sqrt(x - 1) * sqrt(x + 1)));
     case Op::ATANH:
-      return made(std::atanh(x), a, 1 / ((1 - x) * (1 + x)));
+      return made(atanh(x), a, 1 / ((1 - x) * (1 + x)));
     case Op::ERF:
-      return made(std::erf(x), a, 2 * std::numbers::inv_sqrtpi * std::exp(-x * x));
+      return made(erf(x), a, 2 * std::numbers::inv_sqrtpi * exp(-x * x));
     case Op::ERFC:
-      return made(std::erfc(x), a, -2 * std::numbers::inv_sqrtpi * std::exp(-x * x));
+      return made(erfc(x), a, -2 * std::numbers::inv_sqrtpi * exp(-x * x));
     case Op::SIGMOID: {
-      const double e = std::exp(-std::abs(x)), small = e / (1 + e);
-      return made(x < 0 ? small : 1 / (1 + e), a, small / (1 + e));
+      const Tangent e = exp(-abs(x)), small = e / (1 + e), large = 1 / (1 + e);
+      const double slope = (small * large).value; // 1 - 2 sigmoid is its own derivative's factor, of either sign
+      return made(of(x.value < 0 ? small.value : large.value, x, slope), a, of(slope, x, slope * -std::tanh(x.value / 2)));
     }
     case Op::FLOOR:
-      return {std::floor(x)};
+      return {std::floor(x.value)};
     case Op::CEIL:
-      return {std::ceil(x)};
+      return {std::ceil(x.value)};
     case Op::TRUNC:
-      return {std::trunc(x)};
+      return {std::trunc(x.value)};
     case Op::ROUND:
-      return {std::nearbyint(x)};
+      return {std::nearbyint(x.value)};
     case Op::ARCCOSH_FROM_1: {
-      const double t = std::max(x - 1, 0.0), sinh = std::sqrt(t) * std::sqrt(t + 2);
-      Dual distance = made(std::log1p(t + sinh), t == 0 ? Dual{} : a, 1 / sinh);
+      const Tangent t = x.value > 1 ? x - 1 : 0, sinh = sqrt(t) * sqrt(t + 2);
+      Dual distance = made(log1p(t + sinh), t.value == 0 ? Dual{} : a, 1 / sinh);
       distance.varies = a.varies;
       return distance;
     }
@@ -339,7 +355,7 @@ private:
     }
   }
 
-  const Captured *captured;
+  const Captured *captured, *tangents;
   int32_t by;
   std::vector<Node> nodes;
   std::vector<size_t> order;         // those that the result needs

@@ -15,20 +15,38 @@ namespace {
 
 using oracle::Dropout;
 using oracle::load;
+using oracle::Tangent;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 using Vector = std::vector<double>;
+
+// A row of numbers and, if there are any, their tangents.
+struct Numbers {
+  const double *value, *tangent = nullptr;
+};
 
 double dot(const double *x, const double *y, int64_t n) {
   double sum = 0;
   for (int64_t c = 0; c < n; c++) sum += x[c] * y[c];
   return sum;
 }
-
-void add(Vector &sum, double factor, const double *x) {
-  for (size_t c = 0; c < sum.size(); c++) sum[c] += factor * x[c];
+Tangent dot(Numbers x, Numbers y, int64_t n) {
+  return {dot(x.value, y.value, n), (x.tangent ? dot(x.tangent, y.value, n) : 0) + (y.tangent ? dot(x.value, y.tangent, n) : 0)};
 }
+
+// A row of sums, with their tangents if the call has any.
+struct Sums {
+  Vector value, tangent;
+  Sums(int64_t columns, bool tangents) : value(size_t(columns)), tangent(size_t(tangents ? columns : 0)) {}
+  Numbers numbers() const { return {value.data(), tangent.empty() ? nullptr : tangent.data()}; }
+  void add(Tangent factor, Numbers x) {
+    for (size_t c = 0; c < value.size(); c++) value[c] += factor.value * x.value[c];
+    for (size_t c = 0; c < tangent.size(); c++) tangent[c] += factor.tangent * x.value[c];
+    if (x.tangent)
+      for (size_t c = 0; c < tangent.size(); c++) tangent[c] += factor.value * x.tangent[c];
+  }
+};
 
 // ---- one head of one sequence ----------------------------------------------------------------------------------------------------------
 
@@ -64,70 +82,79 @@ int64_t whole(const int64_t *lengths, int64_t sequences, int64_t b, Tokens t) {
   return lengths ? lengths[sequences > 1 ? b : 0] : t.length;
 }
 
-// The (tokens, columns) of one head, in double.
+// The (tokens, columns) of one head, in double, and their tangents.
 class Matrix {
 public:
-  Matrix(const View &x, int64_t b, int64_t h, Tokens t, int64_t columns, const Scales &scales = {})
-      : columns(columns), values(x ? size_t(t.length * columns) : 0) {
-    for (size_t n = 0; n < values.size(); n++) values[n] = load(x, scales, b, h, t.begin + int64_t(n) / columns, int64_t(n) % columns);
-  }
-  const double *operator[](int64_t i) const { return values.data() + i * columns; }
+  Matrix(const View &x, const View &tangents, int64_t b, int64_t h, Tokens t, int64_t columns, const Scales &scales = {})
+      : columns(columns), values(loaded(x, b, h, t, columns, scales)), tangents(loaded(tangents, b, h, t, columns, {})) {}
+  Numbers operator[](int64_t i) const { return {values.data() + i * columns, tangents.empty() ? nullptr : tangents.data() + i * columns}; }
 
 private:
+  static Vector loaded(const View &x, int64_t b, int64_t h, Tokens t, int64_t columns, const Scales &scales) {
+    Vector values(x ? size_t(t.length * columns) : 0);
+    for (size_t n = 0; n < values.size(); n++) values[n] = load(x, scales, b, h, t.begin + int64_t(n) / columns, int64_t(n) % columns);
+    return values;
+  }
+
   int64_t columns;
-  Vector values;
+  Vector values, tangents;
 };
 
 // P = exp(s - LSE) of one row. The maximum and the sum are kept apart, so that the rounding of LSE does not enter P.
 struct Softmax {
-  double max = 0, sum = 0; // for a row that sees no key, LSE = log 0 = -inf and P = 0
-  double lse() const { return max + std::log(sum); }
-  double operator()(double s) const { return sum == 0 || s == -kInfinity ? 0 : std::exp(s - max) / sum; }
+  double max = 0;
+  Tangent sum; // for a row that sees no key, LSE = log 0 = -inf and P = 0
+  Tangent lse() const { return sum.value == 0 ? Tangent(-kInfinity) : max + log(sum); }
+  Tangent operator()(Tangent s) const { return sum.value == 0 || s.value == -kInfinity ? 0 : exp(s - max) / sum; }
 };
 
 struct Score {
-  double s;     // -inf where the query does not see the key
-  double slope; // ds / d(scale q.k)
+  Tangent s;     // -inf where the query does not see the key
+  Tangent slope; // ds / d(scale q.k)
 };
 
 // The statistics of a row that the backward needs.
 struct Row {
   Softmax softmax;
-  double D, dlse;
+  Tangent D, dlse;
 };
 
 struct Gradient {
-  double P; // after dropout
-  double dS, dx;
+  Tangent P; // after dropout
+  Tangent dS, dx;
 };
 
 struct Head {
   const Problem &p;
+  const bool tangents; // whether the call has tangents
   const int64_t b, h, h_kv;
   const Tokens q, k;
   const std::vector<int64_t> place_q, place_k;
   const int64_t offset;
-  const double slope, sink;
+  const double slope;
+  const Tangent sink;
   const Dropout dropout;
   const oracle::Function function, seen;
   const Matrix Q, K, V, dO;
 
-  Head(const Problem &p, int64_t b, int64_t h)
-      : p(p), b(b), h(h), h_kv(h / p.group()), q(queries(p, b)), k(keys(p, b)),
+  Head(const Problem &p, int64_t b, int64_t h, bool tangents)
+      : p(p), tangents(tangents), b(b), h(h), h_kv(h / p.group()), q(queries(p, b)), k(keys(p, b)),
         place_q(places(p.part.q, p.part.batch_q, p.part.count_q, b, q)), place_k(places(p.part.k, p.part.batch_k, p.part.count_k, b, k)),
         offset(p.bottom_right ? whole(p.part.seqlens_k, p.part.batch_lens_k, b, k) - whole(p.part.seqlens_q, p.part.batch_lens_q, b, q)
                               : 0),
-        slope(p.alibi_slopes ? load(p.alibi_slopes, b, h, 0, 0) : 0), sink(p.sinks ? load(p.sinks, 0, h, 0, 0) : -kInfinity),
+        slope(p.alibi_slopes ? load(p.alibi_slopes, b, h, 0, 0) : 0),
+        sink(p.sinks ? Tangent(load(p.sinks, 0, h, 0, 0), p.tsinks ? load(p.tsinks, 0, h, 0, 0) : 0) : -kInfinity),
         dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), function(score_of(p)),
-        seen(p.program ? made(p, p.program->graph, p.program->seen) : oracle::Function({}, -1, nullptr)), Q(p.q, b, h, q, p.head_dim),
-        K(p.k, b, h_kv, k, p.head_dim, p.k_scale), V(p.v, b, h_kv, k, p.head_dim_v, p.v_scale), dO(p.dout, b, h, q, p.head_dim_v) {}
+        seen(p.program ? made(p, p.program->graph, p.program->seen) : oracle::Function({}, -1, nullptr, nullptr)),
+        Q(p.q, p.tq, b, h, q, p.head_dim), K(p.k, p.tk, b, h_kv, k, p.head_dim, p.k_scale),
+        V(p.v, p.tv, b, h_kv, k, p.head_dim_v, p.v_scale), dO(p.dout, p.tdout, b, h, q, p.head_dim_v) {}
 
   static oracle::Function made(const Problem &p, const score::Graph &graph, int32_t root) {
-    return oracle::Function(graph.nodes(), root, p.captured);
+    return oracle::Function(graph.nodes(), root, p.captured, p.tcaptured);
   }
   // The caller's own graph, also where engines compute a built-in form instead.
   static oracle::Function score_of(const Problem &p) {
-    if (!p.program) return oracle::Function({}, -1, nullptr);
+    if (!p.program) return oracle::Function({}, -1, nullptr, nullptr);
     const score::Program &program = *p.program;
     return program.given ? made(p, *program.given, program.given_score) : made(p, program.graph, program.score);
   }
@@ -142,7 +169,7 @@ struct Head {
   }
 
   // The arguments of the caller's functions.
-  oracle::Pair pair(int64_t i, int64_t j, double x = 0) const {
+  oracle::Pair pair(int64_t i, int64_t j, Tangent x = 0) const {
     return {x, p.part.first_batch + b, p.part.first_head + h, place_q[i], place_k[j], offset};
   }
 
@@ -156,15 +183,17 @@ struct Head {
 
   Score score(int64_t i, int64_t j) const {
     if (!visible(i, j)) return {-kInfinity, 0};
-    double s = p.scale * dot(Q[i], K[j], p.head_dim), ds = 1;
+    Tangent s = p.scale * dot(Q[i], K[j], p.head_dim), ds = 1;
     if (function) {
       oracle::Dual f = function.real(pair(i, j, s));
-      if (p.program->form == score::Form::hyperbolic && -s <= 1) f.slope = 0; // however the caller's graph computes arccosh(max(-x, 1))
-      if (f.value == -kInfinity) return {-kInfinity, 0};
+      // however the caller's graph computes arccosh(max(-x, 1))
+      if (p.program->form == score::Form::hyperbolic && -s.value <= 1) f.slope = 0, f.value.tangent = 0;
+      if (f.value.value == -kInfinity) return {-kInfinity, 0};
       s = f.value, ds = f.slope;
     }
     if (p.alibi_slopes) s += -slope * double(std::abs(behind(i, j)));
-    if (p.bias) s += load(p.bias, b, h, i, place_k[j]);
+    if (p.bias) s += Tangent(load(p.bias, b, h, i, place_k[j]), p.tbias ? load(p.tbias, b, h, i, place_k[j]) : 0);
+    if (s.value == -kInfinity) s.tangent = 0;
     return {s, ds};
   }
 
@@ -175,28 +204,31 @@ struct Head {
   }
 
   Softmax softmax(const std::vector<Score> &row) const {
-    double max = sink, sum = 0;
-    for (const Score &x : row) max = std::max(max, x.s);
+    double max = sink.value;
+    Tangent sum = 0;
+    for (const Score &x : row) max = std::max(max, x.s.value);
     if (max == -kInfinity) max = 0; // the query sees no key: every term below is 0, or NaN if a score is NaN
-    for (const Score &x : row) sum += std::exp(x.s - max);
-    return {max, sum + std::exp(sink - max)};
+    for (const Score &x : row) sum += exp(x.s - max);
+    return {max, sum + exp(sink - max)};
   }
 
   double kept(int64_t i, int64_t j) const { return dropout.factor(p.part.first_batch + b, p.part.first_head + h, place_q[i], place_k[j]); }
 
-  Vector output(int64_t i, const std::vector<Score> &row, const Softmax &P) const {
-    Vector O(size_t(p.head_dim_v));
+  Sums output(int64_t i, const std::vector<Score> &row, const Softmax &P) const {
+    Sums O(p.head_dim_v, tangents);
     for (int64_t j = 0; j < k.length; j++)
-      if (row[j].s != -kInfinity) add(O, P(row[j].s) * kept(i, j), V[j]);
+      if (row[j].s.value != -kInfinity) O.add(P(row[j].s) * kept(i, j), V[j]);
     return O;
   }
 
-  double dlse(int64_t i) const { return p.dlse ? load(p.dlse, b, h, q.begin + i, 0) : 0; }
+  Tangent dlse(int64_t i) const {
+    return {p.dlse ? load(p.dlse, b, h, q.begin + i, 0) : 0, p.tdlse ? load(p.tdlse, b, h, q.begin + i, 0) : 0};
+  }
 
   Row row(int64_t i, const std::vector<Score> &scores) const {
     if (p.part.partial) return given_row(i);
     const Softmax P = softmax(scores);
-    return {P, dot(dO[i], output(i, scores, P).data(), p.head_dim_v), dlse(i)};
+    return {P, dot(dO[i], output(i, scores, P).numbers(), p.head_dim_v), dlse(i)};
   }
 
   // A row's statistics from the caller's LSE and O, or LSE and D.
@@ -209,14 +241,14 @@ struct Head {
       return {{lse, lse == -kInfinity ? 0.0 : 1.0}, load(p.delta, b, h, q.begin + i, 0), dlse(i)};
     }
     double D = 0;
-    for (int64_t c = 0; c < p.head_dim_v; c++) D += dO[i][c] * load(p.out, b, h, q.begin + i, c);
+    for (int64_t c = 0; c < p.head_dim_v; c++) D += dO[i].value[c] * load(p.out, b, h, q.begin + i, c);
     return {{lse, 1}, D, dlse(i)};
   }
 
   Gradient gradient(int64_t i, int64_t j, const Score &x, const Row &r) const {
-    const double P = r.softmax(x.s), keep = kept(i, j);
-    const double dP = keep * dot(dO[i], V[j], p.head_dim_v);
-    const double dS = P * (dP - r.D + r.dlse);
+    const double keep = kept(i, j);
+    const Tangent P = r.softmax(x.s), dP = keep * dot(dO[i], V[j], p.head_dim_v);
+    const Tangent dS = P * (dP - r.D + r.dlse);
     return {P * keep, dS, dS * x.slope};
   }
 };
@@ -265,13 +297,13 @@ Indices checked(const char *argument, const int64_t *indices, int64_t count, int
 
 class Reference {
 public:
-  Reference(const Problem &p, const Execution &execution, Direction direction, const strobe_selection *selection)
-      : p(p), execution(execution) {
+  Reference(const Problem &p, const Execution &execution, Operation operation, const strobe_selection *selection)
+      : p(p), execution(execution), tangents(reads(operation, kTangents)) {
     if (!selection) return;
     const int64_t tokens_q = p.varlen ? p.total_q : p.batch * p.seqlen_q, tokens_k = p.varlen ? p.total_k : p.batch * p.seqlen_k;
     rows = checked("rows", selection->rows, selection->n_rows, tokens_q * p.heads);
     cols = checked("cols", selection->cols, selection->n_cols, tokens_k * p.heads_kv);
-    if (direction == Direction::forward && cols)
+    if (!writes(operation, kGradients) && cols)
       refuse("cols", Code::excluded, "given in forward; accepted is {0}, for they are those of dk and dv", Absent{"null"});
     if (rows && p.auxiliary())
       refuse(p.max_logit ? "max_logit" : "column_sums", Code::excluded,
@@ -280,7 +312,7 @@ public:
 #define STROBE_DCAPTURED(name, place)                                                                                                      \
   if (p.place && !over_all_rows) over_all_rows = #name;
 #include "strobe/fields.inc"
-    if (direction == Direction::backward && rows && over_all_rows)
+    if (writes(operation, kGradients) && rows && over_all_rows)
       refuse(over_all_rows, Code::excluded, "given with {0}; accepted is {1}, for it is a sum over all rows", Argument{"rows"},
              Absent{"null"});
   }
@@ -319,19 +351,22 @@ private:
   void forward(int64_t b, int64_t h) const {
     const auto chosen = selected(rows, b, h, p.heads, queries(p, b), p.seqlen_q, p.total_q);
     if (chosen.empty() && !p.auxiliary()) return;
-    const Head head(p, b, h);
+    const Head head(p, b, h, tangents);
     double most = -kInfinity;
     Vector columns(size_t(p.column_sums ? head.k.length : 0));
     for (const int64_t i : chosen) {
       const auto scores = head.scores(i);
       const Softmax P = head.softmax(scores);
-      write(p.out, b, h, head.q.begin + i, head.output(i, scores, P));
-      if (p.lse) *p.lse.at<double>(b, h, head.q.begin + i, 0) = P.lse();
+      const Sums O = head.output(i, scores, P);
+      write(p.out, b, h, head.q.begin + i, O.value);
+      write(p.tout, b, h, head.q.begin + i, O.tangent);
+      if (p.lse) *p.lse.at<double>(b, h, head.q.begin + i, 0) = P.lse().value;
+      if (p.tlse) *p.tlse.at<double>(b, h, head.q.begin + i, 0) = P.lse().tangent;
       if (p.lse && p.part.partial) p.lse.at<double>(b, h, head.q.begin + i, 0)[p.lse_low] = 0; // the first number is exact enough
       for (const Score &x : scores)
-        if (x.s > most || std::isnan(x.s)) most = x.s; // a NaN stays, because nothing is larger
+        if (x.s.value > most || std::isnan(x.s.value)) most = x.s.value; // a NaN stays, because nothing is larger
       for (size_t j = 0; j < columns.size(); j++)
-        if (scores[j].s != -kInfinity) columns[j] += P(scores[j].s);
+        if (scores[j].s.value != -kInfinity) columns[j] += P(scores[j].s).value;
     }
     if (p.max_logit) *p.max_logit.at<double>(b, h, 0, 0) = most;
     for (size_t j = 0; j < columns.size(); j++) *p.column_sums.at<double>(b, h, head.k.begin + int64_t(j), 0) = columns[j];
@@ -341,11 +376,11 @@ private:
   void rows_of_dq(int64_t b, int64_t h) const {
     const auto chosen = selected(rows, b, h, p.heads, queries(p, b), p.seqlen_q, p.total_q);
     if (chosen.empty()) return;
-    const Head head(p, b, h);
+    const Head head(p, b, h, tangents);
     for (const int64_t i : chosen) {
-      Vector dQ(size_t(p.head_dim));
-      each_gradient(head, i, [&](int64_t j, const Gradient &g) { add(dQ, p.scale * g.dx, head.K[j]); });
-      write(p.dq, b, h, head.q.begin + i, dQ);
+      Sums dQ(p.head_dim, tangents);
+      each_gradient(head, i, [&](int64_t j, const Gradient &g) { dQ.add(p.scale * g.dx, head.K[j]); });
+      write(p.dq, b, h, head.q.begin + i, wanted(dQ));
     }
   }
 
@@ -354,25 +389,25 @@ private:
     const Tokens k = keys(p, b);
     const auto chosen = selected(cols, b, h_kv, p.heads_kv, held_keys(p, b), p.seqlen_k, p.total_k); // keys that do not count get 0
     if (chosen.empty()) return;
-    const bool given = cols && p.lse && p.out;
-    std::vector<Vector> dK(chosen.size(), Vector(size_t(p.head_dim))), dV(chosen.size(), Vector(size_t(p.head_dim_v)));
+    const bool given = cols && p.lse && p.out && !tangents;
+    std::vector<Sums> dK(chosen.size(), Sums(p.head_dim, tangents)), dV(chosen.size(), Sums(p.head_dim_v, tangents));
     for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); h++) {
-      const Head head(p, b, h);
+      const Head head(p, b, h, tangents);
       for (int64_t i = 0; i < head.q.length; i++) {
         std::optional<Row> row; // set once the query sees a chosen column
         for (size_t n = 0; n < chosen.size() && chosen[n] < k.length; n++) {
           const Score score = head.score(i, chosen[n]);
-          if (score.s == -kInfinity) continue;
+          if (score.s.value == -kInfinity) continue;
           if (!row) row = given ? head.given_row(i) : head.row(i, head.scores(i));
           const Gradient g = head.gradient(i, chosen[n], score, *row);
-          add(dK[n], p.scale * g.dx, head.Q[i]);
-          add(dV[n], g.P, head.dO[i]);
+          dK[n].add(p.scale * g.dx, head.Q[i]);
+          dV[n].add(g.P, head.dO[i]);
         }
       }
     }
     for (size_t n = 0; n < chosen.size(); n++) {
-      write(p.dk, b, h_kv, k.begin + chosen[n], dK[n]);
-      write(p.dv, b, h_kv, k.begin + chosen[n], dV[n]);
+      write(p.dk, b, h_kv, k.begin + chosen[n], wanted(dK[n]));
+      write(p.dv, b, h_kv, k.begin + chosen[n], wanted(dV[n]));
     }
   }
 
@@ -383,10 +418,11 @@ private:
     Vector sum(size_t(n_i * n_j));
     for (int64_t batch = all_b ? 0 : b; batch < (all_b ? p.batch : b + 1); batch++)
       for (int64_t query_head = all_h ? 0 : h; query_head < (all_h ? p.heads : h + 1); query_head++) {
-        const Head head(p, batch, query_head);
+        const Head head(p, batch, query_head, tangents);
         for (int64_t i = 0; i < head.q.length; i++)
-          each_gradient(head, i,
-                        [&](int64_t j, const Gradient &g) { sum[size_t((all_i ? 0 : i * n_j) + (all_j ? 0 : head.place_k[j]))] += g.dS; });
+          each_gradient(head, i, [&](int64_t j, const Gradient &g) {
+            sum[size_t((all_i ? 0 : i * n_j) + (all_j ? 0 : head.place_k[j]))] += wanted(g.dS);
+          });
       }
     for (int64_t i = 0; i < n_i; i++)
       for (int64_t j = 0; j < n_j; j++) *p.dbias.at<double>(b, h, i, j) = sum[size_t(i * n_j + j)];
@@ -396,10 +432,10 @@ private:
   void entry_of_dsinks(int64_t h) const {
     double sum = 0;
     for (int64_t b = 0; b < p.batch; b++) {
-      const Head head(p, b, h);
+      const Head head(p, b, h, tangents);
       for (int64_t i = 0; i < head.q.length; i++) {
         const Row r = head.row(i, head.scores(i));
-        sum += r.softmax(head.sink) * (r.dlse - r.D);
+        sum += wanted(r.softmax(head.sink) * (r.dlse - r.D));
       }
     }
     *p.dsinks.at<double>(0, h, 0, 0) = sum;
@@ -413,16 +449,16 @@ private:
     for (int32_t load = 0; p.program && load <= p.program->score; load++) {
       const auto &nodes = p.program->graph.nodes();
       if (nodes[size_t(load)].op != score::Op::LOAD || nodes[size_t(load)].captured != n) continue;
-      const oracle::Function function(nodes, p.program->score, p.captured, load);
+      const oracle::Function function(nodes, p.program->score, p.captured, p.tcaptured, load);
       if (!function.uses_load()) continue; // the mask alone reads it
       for (int64_t b = 0; b < p.batch; b++)
         for (int64_t h = 0; h < p.heads; h++) {
-          const Head head(p, b, h);
+          const Head head(p, b, h, tangents);
           for (int64_t i = 0; i < head.q.length; i++)
             each_gradient(head, i, [&](int64_t j, const Gradient &g) {
-              if (g.dS == 0) return;
-              const double slope = function.real(head.pair(i, j, p.scale * dot(head.Q[i], head.K[j], p.head_dim))).slope;
-              sum[size_t(function.place())] += g.dS * slope;
+              if (g.dS.value == 0 && g.dS.tangent == 0) return;
+              const Tangent slope = function.real(head.pair(i, j, p.scale * dot(head.Q[i], head.K[j], p.head_dim))).slope;
+              sum[size_t(function.place())] += wanted(g.dS * slope);
             });
         }
     }
@@ -438,8 +474,12 @@ private:
     const auto scores = head.scores(i);
     const Row row = head.row(i, scores);
     for (int64_t j = 0; j < head.k.length; j++)
-      if (scores[j].s != -kInfinity) f(j, head.gradient(i, j, scores[j], row));
+      if (scores[j].s.value != -kInfinity) f(j, head.gradient(i, j, scores[j], row));
   }
+
+  // What the operation writes: a gradient, or its derivative in the direction of the tangents.
+  const Vector &wanted(const Sums &x) const { return tangents ? x.tangent : x.value; }
+  double wanted(Tangent x) const { return tangents ? x.tangent : x.value; }
 
   void write(const View &x, int64_t b, int64_t h, int64_t i, const Vector &values) const {
     if (!x) return;
@@ -456,6 +496,7 @@ private:
 
   const Problem &p;
   const Execution &execution;
+  const bool tangents;
   Indices rows, cols;
 };
 
@@ -464,8 +505,9 @@ public:
   const char *name() const override { return "reference"; }
   std::string missing() const override { return {}; }
   bool only_by_name() const override { return true; }
+  bool computes(Operation) const override { return true; }
 
-  Answer plan(const Problem &p, const Execution &, Direction direction) const override {
+  Answer plan(const Problem &p, const Execution &, Operation operation) const override {
     Plan plan;
     plan.engine = name();
     plan.kernel = "the formulas in fp64, row by row";
@@ -473,21 +515,21 @@ public:
     plan.tile_k = p.seqlen_k;
     // About one multiply-add per nanosecond. The backward computes the forward again for each gradient.
     const double scores = double(p.batch) * double(p.heads) * double(p.seqlen_q) * double(p.seqlen_k);
-    plan.predicted_seconds = 1e-9 * scores * double(p.head_dim + p.head_dim_v) * (direction == Direction::forward ? 1 : 5);
+    plan.predicted_seconds = 1e-9 * scores * double(p.head_dim + p.head_dim_v) * (writes(operation, kGradients) ? 5 : 1);
     if (p.wishes.tile_q || p.wishes.tile_k) plan.notes.push_back("tile_q, tile_k: no tiles here, each row is computed whole");
     return plan;
   }
 
-  void run(const Problem &p, const Execution &execution, Direction direction, const Plan &, void *) const override {
-    reference(p, execution, direction, nullptr);
+  void run(const Problem &p, const Execution &execution, Operation operation, const Plan &, void *) const override {
+    reference(p, execution, operation, nullptr);
   }
 };
 
 } // namespace
 
-void reference(const Problem &p, const Execution &execution, Direction direction, const strobe_selection *selection) {
-  const Reference oracle(p, execution, direction, selection);
-  direction == Direction::forward ? oracle.forward() : oracle.backward();
+void reference(const Problem &p, const Execution &execution, Operation operation, const strobe_selection *selection) {
+  const Reference oracle(p, execution, operation, selection);
+  writes(operation, kGradients) ? oracle.backward() : oracle.forward();
 }
 
 const Engine *reference_engine() {

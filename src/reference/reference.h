@@ -14,6 +14,6 @@ const Engine *reference_engine();
 // of each query that sees it. If cols are given and the problem has both lse and out, these tensors are used. Otherwise the backward reads
 // neither; it computes O and LSE of each query that it needs, at a cost proportional to Sk * (D + Dv). dbias and dsinks sum over all rows,
 // so asking for them with `rows` is an error. Throws Refused on a bad selection, before anything is written.
-void reference(const Problem &, const Execution &, Direction, const strobe_selection *);
+void reference(const Problem &, const Execution &, Operation, const strobe_selection *);
 
 } // namespace strobe

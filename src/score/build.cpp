@@ -19,6 +19,10 @@ constexpr const char *kGradients[] = {
 #define STROBE_DCAPTURED(name, place) #name,
 #include "strobe/fields.inc"
 };
+constexpr const char *kTangents[] = {
+#define STROBE_TCAPTURED(name, place) #name,
+#include "strobe/fields.inc"
+};
 static_assert(std::size(kCaptured) == STROBE_MOST_CAPTURED && std::size(kGradients) == STROBE_MOST_CAPTURED);
 
 const Types kBooleans = {DType::boolean}, kIntegers = {DType::i32, DType::i64}, kReals = {DType::f32, DType::f16, DType::bf16, DType::f64};
@@ -268,6 +272,52 @@ std::shared_ptr<const GradientProgram> gradients_of(const Program &from, const C
   return program;
 }
 
+// The program of derivatives in the direction of asked.tangents. from: the call's program, which has a score.
+std::shared_ptr<const TangentProgram> tangents_of(const Program &from, const CapturedTensors &given, const Wanted &asked) {
+  auto program = std::make_shared<TangentProgram>();
+  static_cast<Program &>(*program) = from;
+  Graph &graph = program->graph;
+  int32_t free = 0;
+  for (size_t c = 0; c < STROBE_MOST_CAPTURED; c++) {
+    program->place[c] = -1;
+    if (!given[c] || !(*asked.tangents)[c]) continue;
+    while (given[size_t(free)]) free++;
+    program->place[c] = free++;
+  }
+  const std::vector<bool> needed = from.graph.needed_by({from.score});
+  std::vector<std::pair<int32_t, int32_t>> direction;
+  for (int32_t n = 0; n < from.graph.size(); n++) {
+    const Node &node = from.graph[n];
+    if (!needed[size_t(n)] || node.op != Op::LOAD) continue;
+    if (const int32_t place = program->place[size_t(node.captured)]; place >= 0)
+      direction.emplace_back(n, graph.load(place, Kind::real, {node.inputs.begin(), node.inputs.begin() + node.count}));
+    if (!asked.gradients[size_t(node.captured)]) continue;
+    const int32_t slope = derivative(graph, from.score, n);
+    if (slope >= 0) program->loads.push_back({{n, slope, lines_of(from.graph, n)}, -1, -1});
+  }
+  const int32_t x = graph.add(Op::SCORE);
+  const auto of_slope = [&](int32_t slope, int32_t &curvature, int32_t &rest) {
+    if (slope < 0) return;
+    curvature = derivative(graph, slope, x);
+    if (!direction.empty()) rest = derivative(graph, slope, direction);
+  };
+  if (!direction.empty()) program->rest = derivative(graph, from.score, direction);
+  of_slope(program->slope, program->curvature, program->rest_of_slope);
+  for (TangentLoad &g : program->loads) of_slope(g.slope, g.curvature, g.rest);
+  std::vector<int32_t *> roots = {&program->curvature, &program->rest, &program->rest_of_slope};
+  for (TangentLoad &g : program->loads) roots.insert(roots.end(), {&g.load, &g.slope, &g.curvature, &g.rest});
+  prune(*program, roots);
+  CapturedTensors all = given;
+  for (size_t c = 0; c < STROBE_MOST_CAPTURED; c++)
+    if (program->place[c] >= 0) all[size_t(program->place[c])] = (*asked.tangents)[c];
+  std::vector<LoadGradient> of_loads(program->loads.begin(), program->loads.end());
+  for (const TangentLoad &g : program->loads) of_loads.push_back({g.curvature, g.rest, g.lines});
+  of_loads.push_back({program->curvature, program->rest, Lines::rows});
+  of_loads.push_back({program->rest_of_slope, -1, Lines::rows});
+  program->digest = digest(*program, all, of_loads);
+  return program;
+}
+
 } // namespace
 
 void check_captured_tensor(int32_t n, const strobe_tensor &tensor, TensorChecks &checks, Reasons &reasons) {
@@ -283,10 +333,10 @@ void check_captured_tensor(int32_t n, const strobe_tensor &tensor, TensorChecks 
   checks.accept(argument, tensor, Axes(size_t(tensor.rank), Axis{"any"}), all, Access::read);
 }
 
-void check_gradient(int32_t n, const strobe_tensor *gradient, const strobe_tensor *captured, bool oracle, TensorChecks &checks,
-                    Reasons &reasons) {
+// Checks what belongs to captured tensor n: its gradient or its tangent.
+static void check_like(const char *argument, int32_t n, const strobe_tensor *gradient, const strobe_tensor *captured, Types types,
+                       Access access, bool oracle, TensorChecks &checks, Reasons &reasons) {
   if (!gradient) return;
-  const char *argument = kGradients[n];
   const Argument of = {kCaptured[n]};
   if (!captured) return reasons.add(argument, Code::excluded, "given without {0}; accepted is both, or {0} alone", of);
   const DType dtype = DType(captured->dtype);
@@ -302,12 +352,20 @@ void check_gradient(int32_t n, const strobe_tensor *gradient, const strobe_tenso
   for (int32_t axis = 0; axis < rank; axis++) elements *= double(gradient->shape[axis]);
   if (!oracle && elements >= 0x1p31) // engines number elements by 32 bits
     return reasons.add(argument, Code::shape, "shape {0}; accepted are fewer than 2^31 elements", Numbers{gradient->shape, rank});
-  Types types = {DType::f64};
-  if (!oracle) {
+  if (types.empty()) {
     types = {DType::f32, DType::f64};
     if (!is_one_of(types, dtype)) types.insert(types.begin(), dtype);
   }
-  checks.accept(argument, *gradient, Axes(size_t(rank), Axis{"any"}), types, Access::write);
+  checks.accept(argument, *gradient, Axes(size_t(rank), Axis{"any"}), types, access);
+}
+
+void check_gradient(int32_t n, const strobe_tensor *gradient, const strobe_tensor *captured, bool oracle, TensorChecks &checks,
+                    Reasons &reasons) {
+  check_like(kGradients[n], n, gradient, captured, oracle ? Types{DType::f64} : Types{}, Access::write, oracle, checks, reasons);
+}
+
+void check_tangent(int32_t n, const strobe_tensor *tangent, const strobe_tensor *captured, TensorChecks &checks, Reasons &reasons) {
+  check_like(kTangents[n], n, tangent, captured, {}, Access::read, true, checks, reasons);
 }
 
 Captured captured_of(const strobe_tensor *t) {
@@ -330,7 +388,8 @@ std::shared_ptr<const Program> built_in(const BuiltIn &form) {
   return last = finished(program, {});
 }
 
-Programs make_programs(const strobe_attention &a, const CapturedTensors &given, const CapturedTensors &wanted, Reasons &reasons) {
+Programs make_programs(const strobe_attention &a, const CapturedTensors &given, const Wanted &asked, Reasons &reasons) {
+  const CapturedTensors &wanted = asked.gradients;
   const size_t before = reasons.size();
   auto program = std::make_shared<Program>();
   std::vector<Reader> readers;
@@ -345,19 +404,29 @@ Programs make_programs(const strobe_attention &a, const CapturedTensors &given, 
   for (int32_t c = 0; c < STROBE_MOST_CAPTURED; c++)
     if (given[size_t(c)] && std::ranges::none_of(readers, [&](const Reader &r) { return r.reads(c); }))
       reasons.add(kCaptured[c], strobe::Code::excluded, "given, and read by no function; accepted is none");
-  bool wants = false;
-  for (int32_t c = 0; c < STROBE_MOST_CAPTURED; c++) {
-    if (!given[size_t(c)] || !wanted[size_t(c)]) continue;
-    wants = true;
-    if (!a.score_function || !readers.front().needs(c))
-      reasons.add(kGradients[c], strobe::Code::excluded,
-                  a.score_function ? "given, and the result of score_function does not depend on {0}; accepted is none"
-                                   : "given without score_function; accepted is none",
-                  Argument{kCaptured[c]});
+  const auto belong = [&](const char *const *arguments, const CapturedTensors &some) { // to captured tensors that the score depends on
+    for (int32_t c = 0; c < STROBE_MOST_CAPTURED; c++)
+      if (given[size_t(c)] && some[size_t(c)] && (!a.score_function || !readers.front().needs(c)))
+        reasons.add(arguments[c], strobe::Code::excluded,
+                    a.score_function ? "given, and the result of score_function does not depend on {0}; accepted is none"
+                                     : "given without score_function; accepted is none",
+                    Argument{kCaptured[c]});
+    return std::ranges::any_of(some, [](const strobe_tensor *t) { return t != nullptr; });
+  };
+  const bool wants = belong(kGradients, wanted);
+  if (asked.tangents && belong(kTangents, *asked.tangents)) {
+    const auto count = [](const CapturedTensors &all) { return int(STROBE_MOST_CAPTURED) - int(std::ranges::count(all, nullptr)); };
+    if (const int all = count(given) + count(*asked.tangents); all > STROBE_MOST_CAPTURED)
+      reasons.add(kTangents[0], strobe::Code::excluded, "{0} captured tensors and tangents of these; accepted are up to {1} together", all,
+                  int(STROBE_MOST_CAPTURED));
   }
   if (reasons.size() > before) return {};
-  if (readers.empty()) return {built_in(asked_form(a)), nullptr};
   Programs made;
+  if (readers.empty()) {
+    made.program = built_in(asked_form(a));
+    if (asked.tangents && made.program) made.tangents = tangents_of(*made.program, given, asked);
+    return made;
+  }
   if (wants) made.gradients = gradients_of(*program, given, wanted);
   if (a.score_function) {
     const int32_t score = program->score;
@@ -368,6 +437,7 @@ Programs make_programs(const strobe_attention &a, const CapturedTensors &given, 
     set_form(*program, asked_form(a));
   }
   made.program = finished(program, given);
+  if (asked.tangents && made.program && made.program->score >= 0) made.tangents = tangents_of(*made.program, given, asked);
   return made;
 }
 

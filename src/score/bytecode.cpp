@@ -406,7 +406,8 @@ private:
 
 struct Compiled : Bytecode {
   Listing forward_list, backward_list;
-  std::vector<Listing> load_lists; // of each LOAD: its slope and its place
+  Listing tangent_lists[3];        // those of TangentCode
+  std::vector<Listing> load_lists; // of each LOAD: its slope and its place; of a TangentLoad also its curvature and rest
   std::vector<LoadCode> load_codes;
   std::vector<Instruction *> elements; // those that read captured tensors
 
@@ -424,26 +425,47 @@ int64_t scratch_bytes(const Code &c) {
 }
 
 // Adds the codes of the LOADs whose captured tensors want gradients.
-void compile_loads(const Problem &p, Compiled &made) {
-  const GradientProgram &program = *p.gradient_program;
-  const Graph &graph = program.graph;
+template <class Loads> void compile_loads(const Problem &p, const Graph &graph, const Loads &loads, Compiled &made) {
   const Analysis analysis(p, graph);
-  for (const LoadGradient &g : program.loads) {
+  for (const auto &g : loads) {
     const Node &load = graph[g.load], &slope = graph[g.slope];
     made.load_lists.push_back(Compiler(p, analysis, graph).run(g.slope, -1, -1));
     made.load_lists.push_back(Compiler(p, analysis, graph).run_place(g.load));
+    if constexpr (requires { g.curvature; }) {
+      made.load_lists.push_back(Compiler(p, analysis, graph).run(g.curvature, -1, -1));
+      made.load_lists.push_back(Compiler(p, analysis, graph).run(g.rest, -1, -1));
+    }
     LoadCode &code = made.load_codes.emplace_back();
     code.captured = load.captured, code.lines = g.lines;
     code.slope_is_one = slope.op == Op::REAL && slope.real == 1;
     code.slope_reads_score = graph.reads_score({g.slope});
     code.place_reads_score = graph.reads_score({load.inputs.begin(), load.inputs.begin() + load.count});
   }
+  const size_t each = made.load_codes.empty() ? 0 : made.load_lists.size() / made.load_codes.size();
   for (size_t n = 0; n < made.load_codes.size(); ++n) {
     LoadCode &code = made.load_codes[n];
-    code.slope = made.load_lists[2 * n].code(), code.place = made.load_lists[2 * n + 1].code();
-    made.scratch_bytes = std::max({made.scratch_bytes, scratch_bytes(code.slope), scratch_bytes(code.place)});
+    Code *const codes[] = {&code.slope, &code.place, &code.curvature, &code.rest};
+    for (size_t m = 0; m < each; ++m) {
+      *codes[m] = made.load_lists[each * n + m].code();
+      made.scratch_bytes = std::max(made.scratch_bytes, scratch_bytes(*codes[m]));
+    }
   }
   made.loads = made.load_codes.data(), made.load_count = int32_t(made.load_codes.size());
+}
+
+// Adds the codes of the derivatives in a direction.
+void compile_tangents(const Problem &p, Compiled &made) {
+  const TangentProgram &program = *p.tangent_program;
+  const Analysis analysis(p, program.graph);
+  const std::pair<int32_t, Code *> all[] = {{program.rest, &made.tangents.rest},
+                                            {program.curvature, &made.tangents.curvature},
+                                            {program.rest_of_slope, &made.tangents.rest_of_slope}};
+  for (size_t n = 0; n < std::size(all); ++n) {
+    made.tangent_lists[n] = Compiler(p, analysis, program.graph).run(all[n].first, -1, -1);
+    *all[n].second = made.tangent_lists[n].code();
+    made.scratch_bytes = std::max(made.scratch_bytes, scratch_bytes(*all[n].second));
+  }
+  compile_loads(p, program.graph, program.loads, made);
 }
 
 // All numbers that bytecode depends on, beside those of the programs.
@@ -481,8 +503,12 @@ std::shared_ptr<Compiled> compiled(const Problem &p) {
   static_cast<BuiltIn &>(*made) = program;
   made->curved = program.curved();
   made->scratch_bytes = std::max(scratch_bytes(made->forward), scratch_bytes(made->backward));
-  if (p.gradient_program) compile_loads(p, *made);
+  if (p.tangent_program)
+    compile_tangents(p, *made);
+  else if (p.gradient_program)
+    compile_loads(p, p.gradient_program->graph, p.gradient_program->loads, *made);
   made->add_elements(made->forward_list), made->add_elements(made->backward_list);
+  for (Listing &list : made->tangent_lists) made->add_elements(list);
   for (Listing &list : made->load_lists) made->add_elements(list);
   return made;
 }
@@ -494,6 +520,7 @@ std::shared_ptr<Bytecode> compile(const Problem &p) {
   struct Kept {
     std::shared_ptr<const Program> program;
     std::shared_ptr<const GradientProgram> gradients;
+    std::shared_ptr<const TangentProgram> tangents;
     Shape shape;
     std::shared_ptr<Compiled> code;
   };
@@ -501,11 +528,12 @@ std::shared_ptr<Bytecode> compile(const Problem &p) {
   thread_local std::vector<Kept> kept; // the last used one comes first
   const Shape shape(p);
   const auto found = std::ranges::find_if(kept, [&](const Kept &k) {
-    return k.program == p.program && k.gradients == p.gradient_program && k.code.use_count() == 1 && k.shape == shape;
+    return k.program == p.program && k.gradients == p.gradient_program && k.tangents == p.tangent_program && k.code.use_count() == 1 &&
+           k.shape == shape;
   });
   if (found == kept.end()) {
     if (kept.size() == kMost) kept.pop_back();
-    kept.insert(kept.begin(), {p.program, p.gradient_program, shape, compiled(p)});
+    kept.insert(kept.begin(), {p.program, p.gradient_program, p.tangent_program, shape, compiled(p)});
   } else {
     for (Instruction *x : found->code->elements) x->data = p.captured[x->integer].data;
     std::rotate(kept.begin(), found, found + 1);

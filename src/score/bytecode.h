@@ -84,11 +84,18 @@ struct LoadCode {
   Lines lines = Lines::general;
   Code slope, place; // the derivative; a narrow integer, the element among all of the tensor's in the order of its axes
   bool slope_is_one = false, slope_reads_score = false, place_reads_score = false;
+  Code curvature, rest; // of a TangentLoad; without slot: 0
+};
+
+// What a TangentProgram adds. Each leaves its result where the scores before the program were; without slot: it is 0.
+struct TangentCode {
+  Code rest, curvature, rest_of_slope;
 };
 
 struct Bytecode : BuiltIn { // the numbers of its form
   Code forward, backward;   // backward: with the slope
   bool curved = false;      // whether scores are not linear in q.k
+  TangentCode tangents;
   const LoadCode *loads = nullptr;
   int32_t load_count = 0;
   // Executes code on s, scores before the program, in place; a hidden pair's score becomes -inf. slopes (optional): receives df/dx.

@@ -1,5 +1,6 @@
 // The derivative of a graph's node, as further nodes of the graph: forwards, from the variable to the result. What a WHERE hides then
 // stays hidden, infinities included, because the derivative of a WHERE is a WHERE itself. At kinks it is PyTorch's.
+#include <map>
 #include <numbers>
 
 #include "score/program.h"
@@ -20,12 +21,15 @@ class Differentiation {
 public:
   explicit Differentiation(Graph &graph) : g(graph) {}
 
-  Term of(int32_t result, int32_t by) {
+  Term of(int32_t result, int32_t by) { return of(result, {{by, kOne}}); }
+  // direction: nodes, each with its tangent.
+  Term of(int32_t result, const std::vector<std::pair<int32_t, int32_t>> &direction) {
+    std::map<int32_t, int32_t> tangents(direction.begin(), direction.end());
     std::vector<Term> of_node(size_t(result) + 1, kZero);
     for (int32_t n = 0; n <= result; n++) {
       const Node node = g[n]; // a copy: the graph grows
-      if (n == by)
-        of_node[size_t(n)] = {};
+      if (const auto tangent = tangents.find(n); tangent != tangents.end())
+        of_node[size_t(n)] = {.factor = tangent->second};
       else if (node.kind == Kind::real)
         of_node[size_t(n)] = rule(n, node, [&](int32_t i) {
           const int32_t in = node.inputs[size_t(i)];
@@ -211,6 +215,12 @@ private:
 int32_t derivative(Graph &graph, int32_t of, int32_t by) {
   Differentiation differentiation(graph);
   const Term term = differentiation.of(of, by);
+  return term.zero ? -1 : differentiation.node(term);
+}
+
+int32_t derivative(Graph &graph, int32_t of, const std::vector<std::pair<int32_t, int32_t>> &direction) {
+  Differentiation differentiation(graph);
+  const Term term = differentiation.of(of, direction);
   return term.zero ? -1 : differentiation.node(term);
 }
 

@@ -136,9 +136,25 @@ struct GradientProgram : Program {
   std::vector<LoadGradient> loads; // without those whose derivative is 0 everywhere
 };
 
+// A LOAD whose captured tensor's gradient is to be differentiated.
+struct TangentLoad : LoadGradient {
+  int32_t curvature, rest; // of its slope, as below
+};
+
+// The derivatives of the score in the direction of tangents. With x's tangent tx, that of the score is slope * tx + rest, and that of the
+// slope is curvature * tx + rest_of_slope. -1: a node that is 0 everywhere; slope: it is 1.
+struct TangentProgram : Program {
+  int32_t curvature = -1, rest = -1, rest_of_slope = -1;
+  // Where its LOADs find the tangent of captured tensor n: in place of a captured tensor that the call leaves free; -1: there is none.
+  std::array<int32_t, STROBE_MOST_CAPTURED> place;
+  std::vector<TangentLoad> loads; // of the wanted gradients
+};
+
 // Adds the derivative of node `of`, a real, by node `by` (SCORE or a LOAD of reals) to the graph. Returns its node; -1: it is 0 everywhere.
 // Where a function has no derivative, PyTorch's value is used.
 int32_t derivative(Graph &, int32_t of, int32_t by);
+// The same in a direction: for each (node, its tangent), both reals. The tangents come after `of`.
+int32_t derivative(Graph &, int32_t of, const std::vector<std::pair<int32_t, int32_t>> &direction);
 
 // Sets the slope of a program that has a score.
 void differentiate(Program &);

@@ -13,8 +13,8 @@ using namespace strobe::test;
 namespace {
 
 // A dense call filled with numbers.
-void make_filled(Call &c, Direction direction) {
-  make_dense(c, direction);
+void make_filled(Call &c, Operation operation) {
+  make_dense(c, operation);
   int n = 1;
   for (const char *name : {"q", "k", "v", "bias", "alibi_slopes", "sinks", "dout", "dlse"})
     if (c.has(name)) c.fill<float>(name, n, 0.37 * n), n++;
@@ -26,7 +26,7 @@ void as_reference(Call &c) {
   c.attention.engine = "reference";
   for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
     if (c.has(name)) c.add(name, DType::f64, std::vector<int64_t>(c[name].shape, c[name].shape + c[name].rank));
-  if (c.direction == Direction::backward) c.drop("out"), c.drop("lse");
+  if (c.operation == Operation::backward) c.drop("out"), c.drop("lse");
 }
 
 double worst(Call &got, Call &expected, const char *name) {
@@ -56,7 +56,7 @@ TEST_CASE("abi: version and names") {
 
 TEST_CASE("abi: null structs") {
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   CHECK(strobe_forward(nullptr, &call.tensors, nullptr) == STROBE_INVALID_ARGUMENT);
   CHECK(error() == "attention: missing; accepted is a pointer to a strobe_attention");
   CHECK(strobe_forward(&call.attention, nullptr, nullptr) == STROBE_INVALID_ARGUMENT);
@@ -68,8 +68,8 @@ TEST_CASE("abi: null structs") {
   CHECK(strobe_explain(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, nullptr, 10, nullptr) == STROBE_INVALID_ARGUMENT);
   CHECK(error().starts_with("text: null"));
   uint64_t bytes = 0;
-  CHECK(strobe_workspace_size(&call.attention, &call.tensors, nullptr, 2, &bytes) == STROBE_INVALID_ARGUMENT);
-  CHECK(error() == "direction: 2; accepted is 0 (forward) or 1 (backward)");
+  CHECK(strobe_workspace_size(&call.attention, &call.tensors, nullptr, 4, &bytes) == STROBE_INVALID_ARGUMENT);
+  CHECK(error() == "direction: 4; accepted is 0 (forward), 1 (backward), 2 (jvp) or 3 (backward_jvp)");
   CHECK(call.untouched());
   CHECK(call.run() == STROBE_OK); // a null execution is the default one
 }
@@ -77,7 +77,7 @@ TEST_CASE("abi: null structs") {
 TEST_CASE("abi: sizes that no version has") {
   for (uint64_t size : {uint64_t{0}, uint64_t{4}, uint64_t{60}, uint64_t{1} << 20, ~uint64_t{7}}) {
     Call call;
-    make_dense(call, Direction::forward);
+    make_dense(call, Operation::forward);
     auto refused = [&](const char *name) {
       CHECK(call.run() == STROBE_INVALID_ARGUMENT);
       CHECK(error().starts_with(std::string(name) + ": size is " + std::to_string(size) + "; accepted is sizeof(strobe_" + name +
@@ -101,7 +101,7 @@ TEST_CASE("abi: sizes that no version has") {
 
 TEST_CASE("abi: an older caller's missing tail is zero") {
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   call.attention.size = offsetof(strobe_attention, max_seqlen_q); // this caller does not have the later fields
   call.attention.max_seqlen_q = call.attention.tile_q = -1;
   call.attention.tile_q = 0;
@@ -126,7 +126,7 @@ TEST_CASE("abi: an older caller's missing tail is zero") {
 
 TEST_CASE("abi: a newer caller's additions must be zero") {
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   struct {
     strobe_attention attention;
     uint64_t added;
@@ -140,11 +140,11 @@ TEST_CASE("abi: a newer caller's additions must be zero") {
 
 TEST_CASE("abi: every engine here computes what the reference does, forward and backward") {
   Call forward;
-  make_filled(forward, Direction::forward);
+  make_filled(forward, Operation::forward);
   as_reference(forward);
   REQUIRE_MESSAGE(forward.run() == STROBE_OK, error());
   Call backward;
-  make_filled(backward, Direction::backward);
+  make_filled(backward, Operation::backward);
   as_reference(backward);
   REQUIRE_MESSAGE(backward.run() == STROBE_OK, error());
 
@@ -153,7 +153,7 @@ TEST_CASE("abi: every engine here computes what the reference does, forward and 
     if (engine->only_by_name() || !engine->missing().empty()) continue;
     CAPTURE(engine->name());
     Call f;
-    make_filled(f, Direction::forward);
+    make_filled(f, Operation::forward);
     f.attention.engine = engine->name();
     uint64_t bytes = 0;
     if (strobe_workspace_size(&f.attention, &f.tensors, &f.execution, STROBE_FORWARD, &bytes) == STROBE_UNSUPPORTED) continue; // no float32
@@ -161,7 +161,7 @@ TEST_CASE("abi: every engine here computes what the reference does, forward and 
     for (const char *name : {"out", "lse", "max_logit", "column_sums"}) CHECK(worst(f, forward, name) < 1e-5);
 
     Call b;
-    make_filled(b, Direction::backward);
+    make_filled(b, Operation::backward);
     b.attention.engine = engine->name();
     for (const char *name : {"out", "lse"}) std::memcpy(b[name].data, f[name].data, f.memory_bytes(name));
     REQUIRE_MESSAGE(b.run() == STROBE_OK, error());
@@ -176,7 +176,7 @@ TEST_CASE("abi: every engine here computes what the reference does, forward and 
 
 TEST_CASE("abi: a workspace of the caller's") {
   Call call;
-  make_filled(call, Direction::forward);
+  make_filled(call, Operation::forward);
   REQUIRE(call.run() == STROBE_OK);
   const std::vector<float> expected(call.data<float>("out"), call.data<float>("out") + call.memory_bytes("out") / sizeof(float));
   uint64_t bytes = 0;
@@ -199,7 +199,7 @@ TEST_CASE("abi: a workspace of the caller's") {
   for (size_t n = shift + bytes; n < memory.size(); n++) REQUIRE(memory[n] == 0xAB);
 
   Call small;
-  make_filled(small, Direction::forward);
+  make_filled(small, Operation::forward);
   small.execution.workspace = call.execution.workspace, small.execution.workspace_bytes = bytes - 1;
   CHECK(small.run() == STROBE_INVALID_ARGUMENT);
   CHECK(error() == "execution.workspace_bytes: " + std::to_string(bytes - 1) + "; accepted is " + std::to_string(bytes) +
@@ -211,11 +211,11 @@ TEST_CASE("abi: the same bits for any number of threads, theirs or the caller's"
   auto pool = [](void *, int32_t n, void (*body)(void *, int32_t), void *arg) {
     for (int32_t i = n - 1; i >= 0; i--) body(arg, i);
   };
-  for (Direction direction : {Direction::forward, Direction::backward}) {
+  for (Operation operation : {Operation::forward, Operation::backward}) {
     std::vector<unsigned char> expected;
     for (int32_t threads : {1, 2, 3, 7, -3}) { // negative: threads of the caller's pool
       Call call;
-      make_filled(call, direction);
+      make_filled(call, operation);
       call.execution.threads = std::abs(threads), call.execution.parallel = threads < 0 ? +pool : nullptr;
       REQUIRE(call.run() == STROBE_OK);
       std::vector<unsigned char> got;
@@ -229,7 +229,7 @@ TEST_CASE("abi: the same bits for any number of threads, theirs or the caller's"
 
 TEST_CASE("abi: a block-sparse mask that keeps nothing, its columns null") {
   Call call;
-  make_sparse(call, Direction::forward);
+  make_sparse(call, Operation::forward);
   call.drop("block_rows_t"), call.drop("block_cols_t");
   std::memset(call["block_rows"].data, 0, call.memory_bytes("block_rows"));
   call["block_cols"].shape[0] = 0, call["block_cols"].data = nullptr;
@@ -240,7 +240,7 @@ TEST_CASE("abi: a block-sparse mask that keeps nothing, its columns null") {
 
 TEST_CASE("abi: explain says what was asked and what would run, and fits any buffer") {
   Call call;
-  make_dense(call, Direction::backward);
+  make_dense(call, Operation::backward);
   call.attention.causal = call.attention.deterministic = 1, call.attention.tile_q = 50, call.attention.softcap = 20;
   size_t needed = 0;
   REQUIRE(strobe_explain(&call.attention, &call.tensors, &call.execution, STROBE_BACKWARD, nullptr, 0, &needed) == STROBE_OK);
@@ -265,7 +265,7 @@ TEST_CASE("abi: explain says what was asked and what would run, and fits any buf
 
 TEST_CASE("abi: explain answers where nothing would run") {
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   for (const NamedSlot &s : kSlots)
     if (call.has(s.name)) call[s.name].device_type = STROBE_CUDA; // described, but never accessed
   CHECK(call.run() == STROBE_UNSUPPORTED);
@@ -278,7 +278,7 @@ TEST_CASE("abi: explain answers where nothing would run") {
 
 TEST_CASE("abi: the reference follows no pointer of a device") {
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   int64_t address = int64_t{1} << 40; // points to no memory
   for (const NamedSlot &s : kSlots) {
     if (!call.has(s.name)) continue;
@@ -298,7 +298,7 @@ TEST_CASE("abi: no exception leaves, not even one of the caller's pool") {
   std::vector<std::string> texts;
   for (auto [pool, status] : pools) {
     Call call;
-    make_filled(call, Direction::forward);
+    make_filled(call, Operation::forward);
     call.execution.threads = 2, call.execution.parallel = pool;
     CHECK(call.run() == status);
     texts.push_back(error());
@@ -319,7 +319,7 @@ TEST_CASE("abi: the last error is the thread's own") {
       wrong[n] += !error().empty();
       for (int round = 0; round < 200; round++) {
         Call call;
-        make_dense(call, Direction::forward);
+        make_dense(call, Operation::forward);
         call.attention.tile_q = -1 - n;
         wrong[n] += call.run() != STROBE_INVALID_ARGUMENT;
         wrong[n] += !error().starts_with("tile_q: " + std::to_string(-1 - n) + ";");

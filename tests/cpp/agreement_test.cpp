@@ -40,9 +40,9 @@ enum class Calls { any, packed_softcap, lengthy, wide, grouped, functions };
 // The calls of one seed. All directions and engines get the same inputs.
 class Drawn {
 public:
-  Drawn(uint32_t seed, Calls calls, Call &call, Direction direction, bool oracle)
+  Drawn(uint32_t seed, Calls calls, Call &call, Operation operation, bool oracle)
       : random(seed), counts(~seed), c(call), calls(calls), oracle(oracle) {
-    c.direction = direction;
+    c.operation = operation;
     dtype = calls == Calls::packed_softcap || calls == Calls::grouped ? pick({DType::f16, DType::bf16})
                                                                       : pick({DType::f32, DType::f32, DType::f64, DType::f16, DType::bf16});
     wide = dtype == DType::f64 ? DType::f64 : DType::f32;
@@ -55,7 +55,7 @@ public:
     varlen = calls == Calls::packed_softcap || (draw(3) == 0 && calls != Calls::lengthy);
     varlen ? packed() : dense();
     options();
-    results(direction);
+    results(operation);
     for (const char *name : {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_rows", "block_cols", "block_rows_t", "block_cols_t"})
       if (const uint32_t layout = counts() % 6; c.has(name) && layout < 2) c.spread(name, 2, layout);
   }
@@ -337,11 +337,11 @@ private:
   }
 
   std::vector<int64_t> shape(const char *name) { return {c[name].shape, c[name].shape + c[name].rank}; }
-  void results(Direction direction) {
+  void results(Operation operation) {
     const DType narrow_result = oracle ? DType::f64 : dtype, wide_result = oracle ? DType::f64 : wide;
     std::vector<int64_t> out = shape("q"), lse = varlen ? std::vector{h, total_q} : std::vector{b, h, sq};
     out.back() = dv;
-    if (direction == Direction::forward) {
+    if (operation == Operation::forward) {
       c.add("out", narrow_result, out);
       c.add("lse", wide_result, lse);
       const uint32_t wanted = counts() % 4;
@@ -454,11 +454,11 @@ bool shares(const Call &call) {
 class Expected {
 public:
   Expected(uint32_t seed, Calls calls) : seed(seed), calls(calls) {}
-  Call &of(Direction direction) {
-    std::unique_ptr<Call> &call = direction == Direction::forward ? forward : backward;
+  Call &of(Operation operation) {
+    std::unique_ptr<Call> &call = operation == Operation::forward ? forward : backward;
     if (call) return *call;
     call = std::make_unique<Call>();
-    Drawn(seed, calls, *call, direction, true);
+    Drawn(seed, calls, *call, operation, true);
     call->attention.engine = kOracle;
     REQUIRE_MESSAGE(call->run() == STROBE_OK, std::string(strobe_last_error()));
     return *call;
@@ -472,19 +472,19 @@ private:
 
 void agrees(uint32_t seed, Calls calls, Tested &engine, Expected &expected) {
   Call forward, backward;
-  const Drawn drawn(seed, calls, forward, Direction::forward, false);
+  const Drawn drawn(seed, calls, forward, Operation::forward, false);
   if (!runs(forward, engine.name, seed % 2 == 0)) return;
   engine.forward++;
-  Call &forward_oracle = expected.of(Direction::forward);
+  Call &forward_oracle = expected.of(Operation::forward);
   for (const char *name : {"out", "lse", "max_logit", "column_sums"})
     if (forward.has(name)) compare(forward, forward_oracle, name, drawn.dtype);
 
-  Drawn(seed, calls, backward, Direction::backward, false);
+  Drawn(seed, calls, backward, Operation::backward, false);
   backward.tensors.out = forward.tensors.out, backward.tensors.lse = forward.tensors.lse;
   if (!runs(backward, engine.name, seed % 2 == 0)) return;
   engine.backward++;
   if (calls == Calls::grouped) engine.shared += shares(backward);
-  Call &backward_oracle = expected.of(Direction::backward);
+  Call &backward_oracle = expected.of(Operation::backward);
   for (const char *name : {"dq", "dk", "dv", "dbias", "dsinks"})
     if (backward.has(name))
       compare(backward, backward_oracle, name, drawn.dtype, std::strcmp(name, "dbias") ? 0 : cancelled_in_dbias(backward, forward_oracle));

@@ -39,7 +39,7 @@ public:
   strobe_attention attention{};
   strobe_tensors tensors{};
   strobe_execution execution{};
-  Direction direction = Direction::forward;
+  Operation operation = Operation::forward;
 
   Call() { attention.size = sizeof attention, tensors.size = sizeof tensors, execution.size = sizeof execution, execution.threads = 1; }
   Call(const Call &) = delete; // the member `tensors` points into `held`
@@ -113,7 +113,7 @@ public:
   }
 
   int32_t run() {
-    return direction == Direction::forward ? strobe_forward(&attention, &tensors, &execution)
+    return operation == Operation::forward ? strobe_forward(&attention, &tensors, &execution)
                                            : strobe_backward(&attention, &tensors, &execution);
   }
   // Runs the call with each of its tensors in guarded memory.
@@ -134,11 +134,11 @@ public:
     }
     return status;
   }
-  Problem validated() { return validate(&attention, &tensors, direction); }
+  Problem validated() { return validate(&attention, &tensors, operation); }
 
   // Whether the results still hold their fill values.
   bool untouched() const {
-    for (const char *name : direction == Direction::forward ? kForwardResults : kBackwardResults)
+    for (const char *name : operation == Operation::forward ? kForwardResults : kBackwardResults)
       if (auto h = held.find(name); h != held.end())
         for (unsigned char byte : h->second.memory)
           if (byte != kFill) return false;
@@ -187,12 +187,12 @@ inline strobe_addresses addresses(const Call &call) {
 // All sizes differ, so that no check passes by accident.
 inline constexpr int64_t B = 2, H = 4, Hkv = 2, Sq = 21, Sk = 38, D = 8, Dv = 6;
 
-inline void add_results(Call &c, Direction direction, const std::vector<int64_t> &q, const std::vector<int64_t> &k,
+inline void add_results(Call &c, Operation operation, const std::vector<int64_t> &q, const std::vector<int64_t> &k,
                         const std::vector<int64_t> &v, const std::vector<int64_t> &out, const std::vector<int64_t> &rows) {
-  c.direction = direction;
+  c.operation = operation;
   c.add("out", DType::f32, out);
   c.add("lse", DType::f32, rows);
-  if (direction == Direction::forward) {
+  if (operation == Operation::forward) {
     const bool packed = c.has("cu_seqlens_q");
     c.add("max_logit", DType::f32, {B, H}); // there are also B packed sequences
     c.add("column_sums", DType::f32, packed ? std::vector{H, Sk} : std::vector{B, H, Sk});
@@ -208,7 +208,7 @@ inline void add_results(Call &c, Direction direction, const std::vector<int64_t>
 }
 
 // A call with every option that a dense problem can have.
-inline void make_dense(Call &c, Direction direction) {
+inline void make_dense(Call &c, Operation operation) {
   c.add("q", DType::f32, {B, H, Sq, D});
   c.add("k", DType::f32, {B, Hkv, Sk, D});
   c.add("v", DType::f32, {B, Hkv, Sk, Dv});
@@ -219,24 +219,24 @@ inline void make_dense(Call &c, Direction direction) {
   c.add_values<int64_t>("rng", DType::i64, {1, 2});
   c.add_values<int32_t>("seqused_k", DType::i32, {30, Sk});
   c.attention.dropout = 0.25;
-  add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+  add_results(c, operation, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
 }
 
 // A call with two sequences: 13 and 8 queries, 0 and 38 keys.
-inline void make_varlen(Call &c, Direction direction) {
+inline void make_varlen(Call &c, Operation operation) {
   c.add("q", DType::f32, {Sq, H, D});
   c.add("k", DType::f32, {Sk, Hkv, D});
   c.add("v", DType::f32, {Sk, Hkv, Dv});
   c.add_values<int32_t>("cu_seqlens_q", DType::i32, {0, 13, Sq});
   c.add_values<int32_t>("cu_seqlens_k", DType::i32, {0, 0, Sk});
   c.attention.max_seqlen_q = 13, c.attention.max_seqlen_k = Sk;
-  add_results(c, direction, {Sq, H, D}, {Sk, Hkv, D}, {Sk, Hkv, Dv}, {Sq, H, Dv}, {H, Sq});
+  add_results(c, operation, {Sq, H, D}, {Sk, Hkv, D}, {Sk, Hkv, Dv}, {Sq, H, Dv}, {H, Sq});
 }
 
 // The keys of two sequences in pages of 5: 30 and 38 keys of at most 40. If packed: 13 and 8 queries.
 inline constexpr int64_t kPage = 5, kPages = 16, kPagesEach = 8;
 inline void make_paged(Call &c, bool packed) {
-  c.direction = Direction::forward;
+  c.operation = Operation::forward;
   c.add("q", DType::f32, packed ? std::vector{Sq, H, D} : std::vector{B, H, Sq, D});
   c.add("k", DType::f32, {kPages, Hkv, kPage, D});
   c.add("v", DType::f32, {kPages, Hkv, kPage, Dv});
@@ -256,8 +256,8 @@ inline void make_paged(Call &c, bool packed) {
 }
 
 // Quantised keys, which only the reference supports, in dense, packed or paged calls. k has scales by key, or by column and 32 rows.
-inline void make_quantised(Call &c, DType stored, bool by_column, void (*make)(Call &, Direction)) {
-  make(c, Direction::forward);
+inline void make_quantised(Call &c, DType stored, bool by_column, void (*make)(Call &, Operation)) {
+  make(c, Operation::forward);
   const int64_t each = stored == DType::i4x2 ? 2 : 1;
   for (const char *name : {"k", "v"}) {
     std::vector<int64_t> size(c[name].shape, c[name].shape + c[name].rank);
@@ -283,7 +283,7 @@ inline void make_for_reference(Call &c) {
 }
 
 // Blocks of 16 x 16: 2 x 3 for each batch, one pattern for all heads. Kept are {0}, {0, 2} in the first batch and {}, {1, 2} in the second.
-inline void make_sparse(Call &c, Direction direction) {
+inline void make_sparse(Call &c, Operation operation) {
   c.add("q", DType::f32, {B, H, Sq, D});
   c.add("k", DType::f32, {B, Hkv, Sk, D});
   c.add("v", DType::f32, {B, Hkv, Sk, Dv});
@@ -299,14 +299,14 @@ inline void make_sparse(Call &c, Direction direction) {
   ints("block_rows_t", {0, 2, 2, 3, 3, 3, 4, 5}, 4);
   ints("block_cols_t", {0, 1, 1, 1, 1}, 0);
   c["block_rows_t"].shape[2] = 4;
-  add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+  add_results(c, operation, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
 }
 
 // The same with a function of the mask, and the blocks that it sees as a whole.
-inline void make_full_blocks(Call &c, Direction direction) {
+inline void make_full_blocks(Call &c, Operation operation) {
   static const strobe_node always = {STROBE_OP_BOOLEAN, 0, {0, 0, 0, 0}, 0, 1};
   static const strobe_function everything = {sizeof everything, &always, 1};
-  make_sparse(c, direction);
+  make_sparse(c, operation);
   c.attention.mask_function = &everything;
   c.add_values("block_full", DType::i32, std::vector<int32_t>{0, 1, 0, 1, 0});
   c.add_values("block_full_t", DType::i32, std::vector<int32_t>{0, 0, 1, 1, 0});
@@ -347,11 +347,11 @@ private:
 };
 
 // A call of q, k, v, and a score_function that adds eight captured tensors, of each dtype and rank, to x.
-inline void make_captured(Call &c, Direction direction) {
+inline void make_captured(Call &c, Operation operation) {
   c.add("q", DType::f32, {B, H, Sq, D});
   c.add("k", DType::f32, {B, Hkv, Sk, D});
   c.add("v", DType::f32, {B, Hkv, Sk, Dv});
-  add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+  add_results(c, operation, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
   Nodes f;
   int32_t sum = f.add(STROBE_OP_SCORE), captured = 0;
   const int32_t b = f.add(STROBE_OP_BATCH), h = f.add(STROBE_OP_HEAD), i = f.add(STROBE_OP_QUERY), j = f.add(STROBE_OP_KEY);
@@ -373,7 +373,7 @@ inline void make_captured_gradients(Call &c) {
   c.add("q", DType::f32, {B, H, Sq, D});
   c.add("k", DType::f32, {B, Hkv, Sk, D});
   c.add("v", DType::f32, {B, Hkv, Sk, Dv});
-  add_results(c, Direction::backward, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+  add_results(c, Operation::backward, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
   Nodes f;
   int32_t sum = f.add(STROBE_OP_SCORE), captured = 0;
   const int32_t b = f.add(STROBE_OP_BATCH), h = f.add(STROBE_OP_HEAD), i = f.add(STROBE_OP_QUERY), j = f.add(STROBE_OP_KEY),
@@ -416,13 +416,13 @@ struct PartOf {
 };
 
 // make_dense, without the tensors that a part excludes.
-inline void make_part(Call &call, PartOf &of, Direction direction, bool partial = false) {
-  make_dense(call, direction);
+inline void make_part(Call &call, PartOf &of, Operation operation, bool partial = false) {
+  make_dense(call, operation);
   for (const char *name : {"seqused_k", "mask", "bias", "dbias", "max_logit", "column_sums"}) call.drop(name);
   if (partial) {
     call.drop("sinks"), call.drop("dsinks"), call.drop("out");
     call.add("lse", DType::f32, {2, B, H, Sq});
-    if (direction == Direction::backward)
+    if (operation == Operation::backward)
       call.add("delta", DType::f32, {B, H, Sq});
     else
       call.add("out", DType::f32, {B, H, Sq, Dv});

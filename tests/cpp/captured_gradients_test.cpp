@@ -173,7 +173,7 @@ TEST_CASE("captured gradients: each reason against one") {
   }
   Call forward; // a forward ignores dcaptured_n, as it ignores dq
   make_captured_gradients(forward);
-  forward.direction = Direction::forward;
+  forward.operation = Operation::forward;
   forward["dcaptured_1"].shape[0] = 100;
   CHECK(forward.run() == STROBE_OK);
 }
@@ -213,9 +213,9 @@ TEST_CASE("captured gradients: those of the CPU are those of the reference, for 
   for (const int32_t threads : {1, 3}) {
     Call call;
     make_captured_gradients(call), fill(call);
-    call.direction = Direction::forward, call.execution.threads = threads;
+    call.operation = Operation::forward, call.execution.threads = threads;
     REQUIRE_MESSAGE(call.run() == STROBE_OK, error());
-    call.direction = Direction::backward;
+    call.operation = Operation::backward;
     call.spread("dcaptured_1", 3, false), call.spread("dcaptured_6", 2, false);
     REQUIRE_MESSAGE(call.run() == STROBE_OK, error());
     for (int n = 0; n < STROBE_MOST_CAPTURED; n++) {
@@ -236,9 +236,9 @@ TEST_CASE("captured gradients: without any the other gradients have the same bit
   Call with, without;
   for (Call *c : {&with, &without}) {
     make_captured_gradients(*c), fill(*c);
-    c->direction = Direction::forward;
+    c->operation = Operation::forward;
     REQUIRE(c->run() == STROBE_OK);
-    c->direction = Direction::backward;
+    c->operation = Operation::backward;
   }
   for (int n = 0; n < STROBE_MOST_CAPTURED; n++) without.drop(text("dcaptured_", n));
   REQUIRE(with.run() == STROBE_OK);

@@ -41,39 +41,39 @@ void fill(Call &c) {
     for (size_t n = 0; n < c.memory_bytes("mask"); n++) c.data<uint8_t>("mask")[n] = n % 7 != 3;
 }
 
-using Make = void (*)(Call &, Direction);
-void in_pages(Call &c, Direction) { make_paged(c, false); }
-void in_packed_pages(Call &c, Direction) { make_paged(c, true); }
-void few_in_pages(Call &c, Direction) { // 3 queries are few: keys lie across lanes
+using Make = void (*)(Call &, Operation);
+void in_pages(Call &c, Operation) { make_paged(c, false); }
+void in_packed_pages(Call &c, Operation) { make_paged(c, true); }
+void few_in_pages(Call &c, Operation) { // 3 queries are few: keys lie across lanes
   make_paged(c, false);
   c.add("q", DType::f32, {B, H, 3, D}), c.add("out", DType::f32, {B, H, 3, Dv}), c.add("lse", DType::f32, {B, H, 3});
   c.add("mask", DType::boolean, {B, 1, 3, kPagesEach * kPage});
 }
-void few(Call &c, Direction direction) {
-  make_dense(c, direction);
+void few(Call &c, Operation operation) {
+  make_dense(c, operation);
   for (const char *name : {"mask", "rng", "max_logit", "column_sums"}) c.drop(name);
   c.add("q", DType::f32, {B, H, 1, D}), c.add("out", DType::f32, {B, H, 1, Dv}), c.add("lse", DType::f32, {B, H, 1});
   c.attention.dropout = 0;
 }
-void quantised(Call &c, Direction) { make_quantised(c, DType::i8, false, make_dense); }
-void quantised_by_column(Call &c, Direction) { make_quantised(c, DType::i8, true, make_dense); }
-void few_quantised(Call &c, Direction direction) {
-  make_quantised(c, DType::i8, false, [](Call &call, Direction d) { few(call, d); });
-  (void)direction;
+void quantised(Call &c, Operation) { make_quantised(c, DType::i8, false, make_dense); }
+void quantised_by_column(Call &c, Operation) { make_quantised(c, DType::i8, true, make_dense); }
+void few_quantised(Call &c, Operation operation) {
+  make_quantised(c, DType::i8, false, [](Call &call, Operation d) { few(call, d); });
+  (void)operation;
 }
-void part(Call &c, Direction direction) {
+void part(Call &c, Operation operation) {
   static PartOf of;
-  make_part(c, of, direction);
+  make_part(c, of, operation);
 }
-void partial_part(Call &c, Direction direction) {
+void partial_part(Call &c, Operation operation) {
   static PartOf of;
-  make_part(c, of, direction, true);
+  make_part(c, of, operation, true);
 }
-void sparse(Call &c, Direction direction) { make_sparse(c, direction); }
+void sparse(Call &c, Operation operation) { make_sparse(c, operation); }
 
-void make(Call &c, Make how, Direction direction, const NamedFunction &function) {
-  how(c, direction);
-  c.direction = direction;
+void make(Call &c, Make how, Operation operation, const NamedFunction &function) {
+  how(c, operation);
+  c.operation = operation;
   fill(c);
   give(c, function, {B, H, 40});
 }
@@ -130,7 +130,7 @@ TEST_CASE("functions on CPU engines: pages, few queries, quantised keys, parts a
         CAPTURE(std::string(what));
         CAPTURE(std::string(function.name));
         Call forward, oracle;
-        make(forward, how, Direction::forward, function), make(oracle, how, Direction::forward, function);
+        make(forward, how, Operation::forward, function), make(oracle, how, Operation::forward, function);
         for_reference(oracle);
         forward.attention.engine = engine.c_str();
         const int32_t status = forward.run();
@@ -142,7 +142,7 @@ TEST_CASE("functions on CPU engines: pages, few queries, quantised keys, parts a
           if (given(forward, name) && name != std::string(how == partial_part ? "lse" : "")) compare(forward, oracle, name);
         if (how != part && how != sparse) continue;
         Call backward, backward_oracle;
-        make(backward, how, Direction::backward, function), make(backward_oracle, how, Direction::backward, function);
+        make(backward, how, Operation::backward, function), make(backward_oracle, how, Operation::backward, function);
         for_reference(backward_oracle);
         for (const char *name : {"out", "lse"})
           std::memcpy(backward.data<char>(name), forward.data<char>(name), forward.memory_bytes(name)),
@@ -165,7 +165,7 @@ TEST_CASE("functions on CPU engines: bits do not depend on the tile or on thread
       std::vector<float> first;
       for (const int64_t tile : {16, 64, 128}) {
         Call c;
-        make(c, make_dense, Direction::forward, function);
+        make(c, make_dense, Operation::forward, function);
         c.drop("max_logit"), c.drop("column_sums");
         c.attention.engine = engine.c_str(), c.attention.invariant = 1, c.attention.tile_q = tile;
         c.execution.threads = tile == 64 ? 3 : 1;

@@ -157,7 +157,7 @@ private:
 
 void make(Call &c, const Operations &operations, DType dtype, DType results) {
   const int64_t heads = operations.count;
-  c.direction = Direction::forward;
+  c.operation = Operation::forward;
   for (const char *name : {"q", "k", "v"}) {
     c.add(name, dtype, {kSequences, heads, *name == 'q' ? kValues : 1, 16});
     const size_t bytes_of_one = size_t(bytes(dtype));

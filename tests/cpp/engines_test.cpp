@@ -18,13 +18,13 @@ public:
   const char *name() const override { return name_; }
   std::string missing() const override { return missing_; }
   bool only_by_name() const override { return only_by_name_; }
-  Answer plan(const Problem &p, const Execution &, Direction) const override { // supports float32 and adjacent columns, but no softcap
+  Answer plan(const Problem &p, const Execution &, Operation) const override { // supports float32 and adjacent columns, but no softcap
     if (p.dtype != DType::f32) return "float32 only";
     if (p.program) return "no softcap";
     if (p.q && p.q.stride[3] != 1) return "columns apart";
     return Plan{name_, "", 1, 1, 0, 1, {}, {}};
   }
-  void run(const Problem &, const Execution &, Direction, const Plan &, void *) const override {}
+  void run(const Problem &, const Execution &, Operation, const Plan &, void *) const override {}
 
 private:
   const char *name_, *missing_;
@@ -39,7 +39,7 @@ Plan plan(const Engine &engine, double seconds) {
   return p;
 }
 
-Decision decide(const Problem &p, const Choice &choice) { return strobe::decide(p, {}, Direction::forward, choice); }
+Decision decide(const Problem &p, const Choice &choice) { return strobe::decide(p, {}, Operation::forward, choice); }
 
 } // namespace
 
@@ -73,10 +73,10 @@ TEST_CASE("decide: strict refuses a slower engine where a faster one, here and f
 
 TEST_CASE("choose: every engine of the list answers, the least predicted time wins") {
   test::Call call;
-  test::make_dense(call, Direction::forward);
+  test::make_dense(call, Operation::forward);
   const Problem p = call.validated();
   Execution e;
-  const Choice choice = choose(p, e, Direction::forward);
+  const Choice choice = choose(p, e, Operation::forward);
   REQUIRE(choice.rows.size() == engines().size());
   REQUIRE(choice.chosen >= 0);
   const double least = std::get<Plan>(choice.rows[choice.chosen].answer).predicted_seconds;
@@ -97,13 +97,13 @@ TEST_CASE("choose: every engine of the list answers, the least predicted time wi
 TEST_CASE("choose: a name forces its engine") {
   for (const Engine *engine : engines()) {
     test::Call call;
-    test::make_dense(call, Direction::forward);
+    test::make_dense(call, Operation::forward);
     for (const char *name : {"max_logit", "column_sums"}) call.drop(name);
     call.attention.engine = engine->name();
     if (engine->name() == std::string("reference"))
       call.add("out", DType::f64, {test::B, test::H, test::Sq, test::Dv}), call.add("lse", DType::f64, {test::B, test::H, test::Sq});
     const Problem p = call.validated();
-    const Choice choice = choose(p, {}, Direction::forward);
+    const Choice choice = choose(p, {}, Operation::forward);
     const auto row = std::find_if(choice.rows.begin(), choice.rows.end(), [&](const Choice::Row &r) { return r.engine == engine; });
     REQUIRE(row != choice.rows.end());
     if (stands_elsewhere(*row, choice, p)) continue;                        // the CPU's engine of this name comes later
@@ -124,8 +124,8 @@ Problem self_attention(DType dtype, int64_t heads, int64_t queries, int64_t keys
   return p;
 }
 
-double predicted(const Problem &p, const char *name, Direction direction = Direction::forward) {
-  for (const Choice::Row &row : choose(p, {}, direction).rows)
+double predicted(const Problem &p, const char *name, Operation operation = Operation::forward) {
+  for (const Choice::Row &row : choose(p, {}, operation).rows)
     if (const Plan *plan = std::get_if<Plan>(&row.answer); plan && row.engine->name() == std::string(name)) return plan->predicted_seconds;
   return 0;
 }
@@ -138,20 +138,20 @@ TEST_CASE("choose: both directions and any number of threads run on one CPU engi
       for (int64_t queries : {1, 16, 17, 40, 64, 100, 128, 160, 200, 256, 1000})
         for (int64_t keys : {16, 512, 8192}) {
           const Problem p = self_attention(dtype, heads, queries, keys, 64);
-          const int chosen = choose(p, {}, Direction::forward).chosen;
+          const int chosen = choose(p, {}, Operation::forward).chosen;
           CAPTURE(queries);
           CAPTURE(keys);
-          CHECK(choose(p, {}, Direction::backward).chosen == chosen);
+          CHECK(choose(p, {}, Operation::backward).chosen == chosen);
           for (int32_t threads : {2, 7, 64}) {
             Execution e;
             e.threads = threads;
-            CHECK(choose(p, e, Direction::forward).chosen == chosen);
+            CHECK(choose(p, e, Operation::forward).chosen == chosen);
           }
         }
 }
 
 TEST_CASE("predict: padded lanes and packed keys count") {
-  const Choice any = choose(self_attention(DType::f32, 2, 1, 4096, 64), {}, Direction::forward);
+  const Choice any = choose(self_attention(DType::f32, 2, 1, 4096, 64), {}, Operation::forward);
   const char *name = any.rows[any.chosen].engine->name();
   const auto of = [&](int64_t queries) { return predicted(self_attention(DType::f32, 2, queries, 4096, 64), name); };
   CHECK(of(2) > of(1)); // keys lie across lanes, so a second query costs more

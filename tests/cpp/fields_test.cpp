@@ -11,15 +11,15 @@ namespace {
 // What strobe_explain says about the call, without the engines; empty if the call is refused.
 std::string explained(Call &call) {
   std::string text(1 << 14, '\0');
-  const int32_t status = strobe_explain(&call.attention, &call.tensors, &call.execution, static_cast<int32_t>(call.direction), text.data(),
+  const int32_t status = strobe_explain(&call.attention, &call.tensors, &call.execution, static_cast<int32_t>(call.operation), text.data(),
                                         text.size(), nullptr);
   if (status != STROBE_OK) return "";
   return text.substr(0, text.find("\nengines\n"));
 }
 
 // A call with q, k, v, out and lse.
-void make_plain(Call &call, Direction direction = Direction::forward) {
-  make_dense(call, direction);
+void make_plain(Call &call, Operation operation = Operation::forward) {
+  make_dense(call, operation);
   for (const char *name : {"mask", "bias", "alibi_slopes", "sinks", "rng", "seqused_k", "max_logit", "column_sums", "dbias", "dsinks"})
     call.drop(name);
   call.attention.dropout = 0;
@@ -38,14 +38,14 @@ const std::map<std::string, MakeEither> kExamples = {
     {"dropout", [](Call &c, bool with) { make_plain(c), c.attention.dropout = with ? 0.5 : 0; }},
     {"seed", [](Call &c, bool with) { make_plain(c), c.attention.dropout = 0.5, c.attention.seed = with; }},
     {"offset", [](Call &c, bool with) { make_plain(c), c.attention.dropout = 0.5, c.attention.offset = with; }},
-    {"block_q", [](Call &c, bool with) { with ? make_sparse(c, Direction::forward) : make_plain(c); }},
-    {"block_k", [](Call &c, bool with) { with ? make_sparse(c, Direction::forward) : make_plain(c); }},
+    {"block_q", [](Call &c, bool with) { with ? make_sparse(c, Operation::forward) : make_plain(c); }},
+    {"block_k", [](Call &c, bool with) { with ? make_sparse(c, Operation::forward) : make_plain(c); }},
     {"tile_q", [](Call &c, bool with) { make_plain(c), c.attention.tile_q = with ? 50 : 0; }},
     {"tile_k", [](Call &c, bool with) { make_plain(c), c.attention.tile_k = with ? 50 : 0; }},
-    {"max_seqlen_q", [](Call &c, bool with) { make_varlen(c, Direction::forward), c.attention.max_seqlen_q = with ? 20 : 0; }},
+    {"max_seqlen_q", [](Call &c, bool with) { make_varlen(c, Operation::forward), c.attention.max_seqlen_q = with ? 20 : 0; }},
     {"max_seqlen_k",
      [](Call &c, bool with) {
-       make_varlen(c, Direction::forward), c.add_values<int32_t>("cu_seqlens_k", DType::i32, {0, 10, 20});
+       make_varlen(c, Operation::forward), c.add_values<int32_t>("cu_seqlens_k", DType::i32, {0, 10, 20});
        c.attention.max_seqlen_k = with ? 30 : 0;
      }},
     {"engine", [](Call &c, bool with) { make_plain(c), c.attention.engine = with ? "cpu-baseline" : nullptr; }},
@@ -57,7 +57,7 @@ const std::map<std::string, MakeEither> kExamples = {
     {"part",
      [](Call &c, bool with) {
        static PartOf part;
-       make_part(c, part, Direction::forward);
+       make_part(c, part, Operation::forward);
        if (!with) c.attention.part = nullptr;
      }},
     {"k_scale_group", [](Call &c, bool with) { make_quantised(c, DType::i8, with, make_dense); }},
@@ -76,25 +76,25 @@ const std::map<std::string, MakeEither> kExamples = {
        if (with) c.attention.mask_function = c.function(g.all);
      }},
 #define STROBE_MODE(name) {#name, [](Call &c, bool with) { make_plain(c), c.attention.name = with; }},
-#define STROBE_BACKWARD_MODE(name) {#name, [](Call &c, bool with) { make_plain(c, Direction::backward), c.attention.name = with; }},
+#define STROBE_BACKWARD_MODE(name) {#name, [](Call &c, bool with) { make_plain(c, Operation::backward), c.attention.name = with; }},
 #include "strobe/fields.inc"
 };
 
 // Calls that together have every tensor.
 void (*const kHoldingAll[])(Call &) = {
-    [](Call &c) { make_dense(c, Direction::forward); },
-    [](Call &c) { make_dense(c, Direction::backward); },
-    [](Call &c) { make_varlen(c, Direction::forward); },
-    [](Call &c) { make_sparse(c, Direction::backward); },
+    [](Call &c) { make_dense(c, Operation::forward); },
+    [](Call &c) { make_dense(c, Operation::backward); },
+    [](Call &c) { make_varlen(c, Operation::forward); },
+    [](Call &c) { make_sparse(c, Operation::backward); },
     [](Call &c) { make_paged(c, true); },
     [](Call &c) { make_quantised(c, DType::i8, true, make_dense), make_for_reference(c); },
     [](Call &c) {
       static PartOf part;
-      make_part(c, part, Direction::backward, true);
+      make_part(c, part, Operation::backward, true);
     },
-    [](Call &c) { make_captured(c, Direction::forward), make_for_reference(c); },
+    [](Call &c) { make_captured(c, Operation::forward), make_for_reference(c); },
     make_captured_gradients,
-    [](Call &c) { make_full_blocks(c, Direction::backward); },
+    [](Call &c) { make_full_blocks(c, Operation::backward); },
 };
 
 } // namespace
@@ -140,7 +140,7 @@ TEST_CASE("fields: a prepared call knows the address of each tensor") {
     Call call;
     make(call);
     strobe_prepared *prepared = nullptr;
-    REQUIRE_MESSAGE(strobe_prepare(&call.attention, &call.tensors, &call.execution, static_cast<int32_t>(call.direction), &prepared) ==
+    REQUIRE_MESSAGE(strobe_prepare(&call.attention, &call.tensors, &call.execution, static_cast<int32_t>(call.operation), &prepared) ==
                         STROBE_OK,
                     error());
     for (const NamedSlot &s : kSlots) {

@@ -14,11 +14,11 @@ namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-using Make = void (*)(Call &, Direction);
+using Make = void (*)(Call &, Operation);
 
 // q, k, v and results in float64, on the reference. seed: determines the numbers.
-void make_plain(Call &c, Make make, Direction direction, int seed = 1) {
-  make(c, direction);
+void make_plain(Call &c, Make make, Operation operation, int seed = 1) {
+  make(c, operation);
   for (const char *name : {"mask", "bias", "dbias", "alibi_slopes", "sinks", "dsinks", "rng", "seqused_k", "max_logit", "column_sums"})
     c.drop(name);
   c.attention.dropout = 0, c.attention.engine = "reference";
@@ -27,13 +27,13 @@ void make_plain(Call &c, Make make, Direction direction, int seed = 1) {
     c.add(name, DType::f64, std::vector<int64_t>(c[name].shape, c[name].shape + c[name].rank));
     c.fill<double>(name, seed++, 0.7);
   }
-  if (direction == Direction::backward) c.drop("out"), c.drop("lse");
+  if (operation == Operation::backward) c.drop("out"), c.drop("lse");
 }
 
 std::vector<double> results(Call &c) {
   REQUIRE_MESSAGE(c.run() == STROBE_OK, error());
   std::vector<double> all;
-  for (const char *name : c.direction == Direction::forward ? std::vector{"out", "lse"} : std::vector{"dq", "dk", "dv"})
+  for (const char *name : c.operation == Operation::forward ? std::vector{"out", "lse"} : std::vector{"dq", "dk", "dv"})
     all.insert(all.end(), c.data<double>(name), c.data<double>(name) + c.memory_bytes(name) / sizeof(double));
   return all;
 }
@@ -152,15 +152,15 @@ const Same kSame[] = {
      }},
 };
 
-void make_whole_part(Call &c, Direction direction) {
+void make_whole_part(Call &c, Operation operation) {
   static PartOf part;
-  make_part(c, part, direction);
+  make_part(c, part, operation);
 }
 
 // The loss, sum(out * dout) + sum(lse * dlse), of a call with the inputs of the backward.
 double loss(Call &backward) {
   Call c;
-  c.attention = backward.attention, c.attention.accumulate = 0, c.direction = Direction::forward;
+  c.attention = backward.attention, c.attention.accumulate = 0, c.operation = Operation::forward;
   c.tensors = backward.tensors;
   for (auto slot : {&strobe_tensors::dout, &strobe_tensors::dlse, &strobe_tensors::dq, &strobe_tensors::dk, &strobe_tensors::dv})
     c.tensors.*slot = nullptr;
@@ -182,11 +182,11 @@ double loss(Call &backward) {
 
 TEST_CASE("functions: the same as the built-in options, on the reference") {
   for (Make make : {Make(make_dense), Make(make_varlen), Make(make_whole_part)})
-    for (Direction direction : {Direction::forward, Direction::backward})
+    for (Operation operation : {Operation::forward, Operation::backward})
       for (const Same &same : kSame) {
         CAPTURE(std::string(same.what));
         Call plain, by_option, by_function;
-        for (Call *c : {&plain, &by_option, &by_function}) make_plain(*c, make, direction);
+        for (Call *c : {&plain, &by_option, &by_function}) make_plain(*c, make, operation);
         same.option(by_option), same.function(by_function);
         const std::vector<double> expected = results(by_option), found = results(by_function);
         CHECK(apart(found, expected) < 1e-12);
@@ -197,7 +197,7 @@ TEST_CASE("functions: the same as the built-in options, on the reference") {
 TEST_CASE("functions: loads count from the end where the index is negative, and end at the tensor's ends") {
   for (const bool backwards : {false, true}) {
     Call by_bias, by_function;
-    make_plain(by_bias, make_dense, Direction::forward), make_plain(by_function, make_dense, Direction::forward);
+    make_plain(by_bias, make_dense, Operation::forward), make_plain(by_function, make_dense, Operation::forward);
     by_bias.add("bias", DType::f64, {1, 1, Sq, Sk}), by_function.add("captured_5", DType::f64, {7, 3});
     by_function.fill<double>("captured_5", 0, 0.9);
     const std::vector<double> table(by_function.data<double>("captured_5"), by_function.data<double>("captured_5") + 21);
@@ -216,7 +216,7 @@ TEST_CASE("functions: loads count from the end where the index is negative, and 
 
 TEST_CASE("functions: captured tensors of each dtype and rank, and of broadcast strides") {
   Call call;
-  make_captured(call, Direction::forward), make_for_reference(call);
+  make_captured(call, Operation::forward), make_for_reference(call);
   call.fill<float>("q", 0, 0.1), call.fill<float>("k", 1, 0.1), call.fill<float>("v", 2, 0.1);
   call.data<float>("captured_0")[0] = 0.75f;
   call.fill<float>("captured_1", 3, 0.5), call.fill<double>("captured_2", 4, 0.5);
@@ -267,7 +267,7 @@ TEST_CASE("functions: gradients are finite differences") {
   for (Make make : {Make(make_dense), Make(make_varlen)})
     for (const Build &build : builds) {
       Call call;
-      make_plain(call, make, Direction::backward);
+      make_plain(call, make, Operation::backward);
       call.add("captured_0", DType::f64, {H, Sk}), call.fill<double>("captured_0", 0, 0.8);
       call.attention.score_function = scored(call, build);
       REQUIRE_MESSAGE(call.run() == STROBE_OK, error());
@@ -320,7 +320,7 @@ TEST_CASE("functions: a chain in which each node takes the one before twice") {
 TEST_CASE("functions: the call keeps neither the nodes nor the captured addresses of a prepared call") {
   const Build build = [](Nodes &f, const Arguments &a) { f.add(STROBE_OP_ADD, {f.add(STROBE_OP_SIN, {a.x}), f.load(2, {a.j})}); };
   auto make = [&](Call &c, int seed) {
-    make_plain(c, make_dense, Direction::forward, seed);
+    make_plain(c, make_dense, Operation::forward, seed);
     c.add("captured_2", DType::f64, {Sk}), c.fill<double>("captured_2", seed, 0.8);
     c.attention.score_function = scored(c, build);
   };
@@ -341,7 +341,7 @@ TEST_CASE("functions: the call keeps neither the nodes nor the captured addresse
 
 TEST_CASE("functions: explain tells the formula, its derivative and what it reads") {
   Call call;
-  make_plain(call, make_dense, Direction::forward);
+  make_plain(call, make_dense, Operation::forward);
   call.add("captured_1", DType::f32, {H});
   call.attention.score_function =
       scored(call, [](Nodes &f, const Arguments &a) { f.add(STROBE_OP_ADD, {f.add(STROBE_OP_SIN, {a.x}), f.load(1, {a.h})}); });
@@ -446,12 +446,12 @@ TEST_CASE("functions: each refusal") {
       {"mask_function: 0 nodes; accepted are 1 to 1024", [](Call &, Nodes &f) { f.all.clear(); }, true},
   };
   for (const Wrong &wrong : all)
-    for (const Direction direction : {Direction::forward, Direction::backward}) {
+    for (const Operation operation : {Operation::forward, Operation::backward}) {
       const std::string expected = wrong.message;
       CAPTURE(expected);
-      if (direction == Direction::backward && expected.starts_with("out: ")) continue;
+      if (operation == Operation::backward && expected.starts_with("out: ")) continue;
       Call call;
-      make_plain(call, make_dense, direction);
+      make_plain(call, make_dense, operation);
       Nodes f;
       f.add(STROBE_OP_SCORE);
       wrong.how(call, f);
@@ -463,7 +463,7 @@ TEST_CASE("functions: each refusal") {
   strobe_function broken{};
   auto refused = [&] {
     Call call;
-    make_plain(call, make_dense, Direction::forward);
+    make_plain(call, make_dense, Operation::forward);
     call.attention.mask_function = &broken;
     CHECK(call.run() == STROBE_INVALID_ARGUMENT);
     CHECK(rendered() == error());

@@ -16,16 +16,16 @@ namespace {
 class Fuzzer {
 public:
   explicit Fuzzer(uint32_t seed) : random(seed) {
-    const auto direction = draw(2) ? Direction::backward : Direction::forward;
-    if (direction == Direction::forward && draw(4) == 0)
+    const auto operation = draw(2) ? Operation::backward : Operation::forward;
+    if (operation == Operation::forward && draw(4) == 0)
       make_quantised(call, pick<DType>({DType::i8, DType::e4m3, DType::e5m2, DType::i4x2}), draw(2),
-                     pick<void (*)(Call &, Direction)>({make_dense, make_varlen, in_pages}));
-    else if (direction == Direction::forward && draw(4) == 0)
+                     pick<void (*)(Call &, Operation)>({make_dense, make_varlen, in_pages}));
+    else if (operation == Operation::forward && draw(4) == 0)
       make_paged(call, draw(2));
     else if (draw(5) == 0)
-      make_captured(call, direction);
+      make_captured(call, operation);
     else
-      pick<void (*)(Call &, Direction)>({make_dense, make_varlen, make_sparse})(call, direction);
+      pick<void (*)(Call &, Operation)>({make_dense, make_varlen, make_sparse})(call, operation);
     if (draw(call.has("k_scale") || call.has("captured_0") ? 2 : 4) == 0) make_for_reference(call);
     for (const char *name : {"q", "k", "v", "bias", "dout"})
       if (call.has(name) && call[name].dtype == STROBE_FLOAT32 && draw(2)) call.fill<float>(name, draw(100), 0.1);
@@ -62,7 +62,7 @@ private:
     return all[draw(static_cast<int>(all.size()))];
   }
 
-  static void in_pages(Call &call, Direction) { make_paged(call, false); }
+  static void in_pages(Call &call, Operation) { make_paged(call, false); }
 
   void mutate() {
     strobe_attention &a = call.attention;
@@ -212,11 +212,11 @@ TEST_CASE("fuzz: no crash, and statuses that agree") {
     CAPTURE(n);
     Fuzzer fuzzer(static_cast<uint32_t>(n));
     Call &c = fuzzer.call;
-    const int32_t direction = static_cast<int32_t>(c.direction);
+    const int32_t operation = static_cast<int32_t>(c.operation);
 
     strobe_plan plan{};
     plan.size = sizeof plan;
-    const int32_t planned = strobe_make_plan(&c.attention, &c.tensors, &c.execution, direction, &plan);
+    const int32_t planned = strobe_make_plan(&c.attention, &c.tensors, &c.execution, operation, &plan);
     const std::string why = planned == STROBE_OK ? "" : strobe_last_error();
     CAPTURE(why);
     REQUIRE((planned == STROBE_OK || planned == STROBE_INVALID_ARGUMENT || planned == STROBE_UNSUPPORTED));
@@ -225,7 +225,7 @@ TEST_CASE("fuzz: no crash, and statuses that agree") {
 
     char text[512];
     size_t needed = 0;
-    const int32_t explained = strobe_explain(&c.attention, &c.tensors, &c.execution, direction, text, sizeof text, &needed);
+    const int32_t explained = strobe_explain(&c.attention, &c.tensors, &c.execution, operation, text, sizeof text, &needed);
     REQUIRE(explained == (planned == STROBE_UNSUPPORTED ? STROBE_OK : planned));
     REQUIRE((explained != STROBE_OK || needed > 1));
 

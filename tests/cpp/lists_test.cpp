@@ -26,8 +26,8 @@ void spoiling(void *pool, int32_t n, void (*body)(void *, int32_t), void *arg) {
   for (int32_t i = 0; i < n; i++) body(arg, i);
 }
 
-void make_padded(Call &c, Direction direction) { // three tokens of q and two of k belong to no sequence
-  make_varlen(c, direction);
+void make_padded(Call &c, Operation operation) { // three tokens of q and two of k belong to no sequence
+  make_varlen(c, operation);
   c.add_values<int32_t>("cu_seqlens_q", DType::i32, {0, 13, Sq - 3});
   c.add_values<int32_t>("cu_seqlens_k", DType::i32, {0, 0, Sk - 2});
   c.add_values<int64_t>("rng", DType::i64, {1, 2});
@@ -35,20 +35,20 @@ void make_padded(Call &c, Direction direction) { // three tokens of q and two of
   c.attention.dropout = 0.25;
 }
 
-using Make = void (*)(Call &, Direction);
-void make_in_pages(Call &c, Direction direction) { // calls with pages have no backward
-  direction == Direction::forward ? make_paged(c, true) : make_dense(c, direction);
+using Make = void (*)(Call &, Operation);
+void make_in_pages(Call &c, Operation operation) { // calls with pages have no backward
+  operation == Operation::forward ? make_paged(c, true) : make_dense(c, operation);
 }
 constexpr Make kCalls[] = {make_padded, make_sparse, make_dense, make_in_pages};
 constexpr const char *kResults[] = {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"};
 constexpr const char *kEngines[] = {"cpu-baseline", "cpu-avx2", "cpu-avx512", "cpu-amx", "cpu-avx512bf16", "cpu-neon"};
 
-void make(Call &c, Make make, Direction direction) {
-  make(c, direction);
+void make(Call &c, Make make, Operation operation) {
+  make(c, operation);
   for (const char *name : {"q", "k", "v", "dout", "bias", "sinks", "alibi_slopes", "dlse"})
     if (c.has(name)) c.fill<float>(name, 0.3, 0.7);
   if (c.has("mask")) std::memset(c.data<char>("mask"), 1, c.memory_bytes("mask"));
-  if (direction == Direction::backward) {
+  if (operation == Operation::backward) {
     c.fill<float>("out", 0.1, 0.2);
     std::fill_n(c.data<float>("lse"), c.memory_bytes("lse") / sizeof(float), 1.5f);
   }
@@ -64,7 +64,7 @@ std::map<std::string, std::vector<unsigned char>> results(Call &c) {
 
 bool runs_here(const char *engine) {
   Call c;
-  make_dense(c, Direction::forward);
+  make_dense(c, Operation::forward);
   c.attention.engine = engine;
   return c.run() == STROBE_OK;
 }
@@ -75,9 +75,9 @@ TEST_CASE("lists: changed in the midst of a call") {
   for (const char *engine : kEngines) {
     if (!runs_here(engine)) continue;
     for (Make made : kCalls)
-      for (Direction direction : {Direction::forward, Direction::backward}) {
+      for (Operation operation : {Operation::forward, Operation::backward}) {
         Call calm, disturbed;
-        for (Call *c : {&calm, &disturbed}) make(*c, made, direction), c->attention.engine = engine;
+        for (Call *c : {&calm, &disturbed}) make(*c, made, operation), c->attention.engine = engine;
         disturbed.execution.parallel = spoiling, disturbed.execution.pool = &disturbed;
         REQUIRE(calm.run() == STROBE_OK);
         REQUIRE(disturbed.run() == STROBE_OK);
@@ -89,7 +89,7 @@ TEST_CASE("lists: changed in the midst of a call") {
 TEST_CASE("lists: changed in the midst of a prepared call") {
   for (Make made : {make_padded, make_sparse}) {
     Call calm, disturbed;
-    for (Call *c : {&calm, &disturbed}) make(*c, made, Direction::forward);
+    for (Call *c : {&calm, &disturbed}) make(*c, made, Operation::forward);
     disturbed.execution.parallel = spoiling, disturbed.execution.pool = &disturbed;
     strobe_prepared *prepared = nullptr;
     REQUIRE(strobe_prepare(&disturbed.attention, &disturbed.tensors, &disturbed.execution, STROBE_FORWARD, &prepared) == STROBE_OK);
@@ -107,7 +107,7 @@ TEST_CASE("lists: changed in the midst of a prepared call") {
 TEST_CASE("lists: changed in the midst of the reference") {
   constexpr int64_t last = H * Sq - 4; // in the last head, before the padding
   for (bool selected : {false, true})
-    for (Direction direction : {Direction::forward, Direction::backward}) {
+    for (Operation operation : {Operation::forward, Operation::backward}) {
       struct Both {
         Call call;
         std::vector<int64_t> chosen = {0, 20, last};
@@ -120,7 +120,7 @@ TEST_CASE("lists: changed in the midst of the reference") {
       };
       for (Both *both : {&calm, &disturbed}) {
         Call &c = both->call;
-        make_varlen(c, direction);
+        make_varlen(c, operation);
         c.add_values<int32_t>("cu_seqlens_q", DType::i32, {0, 13, Sq - 3});
         c.add_values<int32_t>("cu_seqlens_k", DType::i32, {0, 0, Sk - 2});
         c.execution.threads = 4;
@@ -136,7 +136,7 @@ TEST_CASE("lists: changed in the midst of the reference") {
         strobe_selection s{};
         s.size = sizeof s, s.rows = both->chosen.data(), s.n_rows = 3;
         if (both == &disturbed) c.execution.parallel = spoil_both, c.execution.pool = both;
-        const auto reference = direction == Direction::forward ? strobe_reference_forward : strobe_reference_backward;
+        const auto reference = operation == Operation::forward ? strobe_reference_forward : strobe_reference_backward;
         const int32_t status = reference(&c.attention, &c.tensors, &c.execution, selected ? &s : nullptr);
         INFO(strobe_last_error());
         REQUIRE(status == STROBE_OK);
@@ -149,7 +149,7 @@ TEST_CASE("lists: changed in the midst of the reference") {
 // reports an error.
 TEST_CASE("lists: changed by another thread all the time") {
   Call c;
-  make(c, make_sparse, Direction::forward);
+  make(c, make_sparse, Operation::forward);
   c.execution.threads = 1;
   std::map<std::string, std::vector<char>> good;
   for (const char *name : kLists)
@@ -206,7 +206,7 @@ void widen(Call &c, const std::string &name) {
 void check_same(Call &plain, Call &other) {
   REQUIRE_MESSAGE(plain.run() == STROBE_OK, std::string(strobe_last_error()));
   strobe_prepared *prepared = nullptr;
-  REQUIRE_MESSAGE(strobe_prepare(&other.attention, &other.tensors, &other.execution, int32_t(other.direction), &prepared) == STROBE_OK,
+  REQUIRE_MESSAGE(strobe_prepare(&other.attention, &other.tensors, &other.execution, int32_t(other.operation), &prepared) == STROBE_OK,
                   std::string(strobe_last_error()));
   REQUIRE_MESSAGE(other.run() == STROBE_OK, std::string(strobe_last_error()));
   CHECK((results(plain) == results(other)));
@@ -221,13 +221,13 @@ void check_same(Call &plain, Call &other) {
 // For each kind of call and each engine, makes two equal calls and lets `change` change the second one.
 template <class Change> void with_each(Change change) {
   for (Make made : {make_padded, make_sparse, make_dense, make_in_pages})
-    for (Direction direction : {Direction::forward, Direction::backward})
+    for (Operation operation : {Operation::forward, Operation::backward})
       for (const char *engine : {"", "reference"}) {
         Call plain, other;
         for (Call *c : {&plain, &other}) {
-          make(*c, made, direction);
+          make(*c, made, operation);
           if (*engine) make_for_reference(*c);
-          if (*engine && direction == Direction::backward) c->drop("out"), c->drop("lse");
+          if (*engine && operation == Operation::backward) c->drop("out"), c->drop("lse");
         }
         change(other);
         check_same(plain, other);
@@ -275,7 +275,7 @@ TEST_CASE("lists: of 64 bits, with numbers that 32 bits would take for others") 
   };
   for (const Wrong &wrong : wrongs) {
     Call c;
-    make(c, wrong.make, Direction::forward);
+    make(c, wrong.make, Operation::forward);
     widen(c, wrong.name);
     strobe_prepared *prepared = nullptr;
     REQUIRE_MESSAGE(strobe_prepare(&c.attention, &c.tensors, &c.execution, STROBE_FORWARD, &prepared) == STROBE_OK,
@@ -293,7 +293,7 @@ TEST_CASE("lists: of 64 bits, with numbers that 32 bits would take for others") 
     strobe_release(prepared);
   }
   Call plain, wide; // entries of a page table past the last key that counts may be anything
-  for (Call *c : {&plain, &wide}) make(*c, make_in_pages, Direction::forward);
+  for (Call *c : {&plain, &wide}) make(*c, make_in_pages, Operation::forward);
   widen(wide, "page_table");
   wide.data<int64_t>("page_table")[6] = INT64_MAX, wide.data<int64_t>("page_table")[7] = wrap;
   check_same(plain, wide);
@@ -302,7 +302,7 @@ TEST_CASE("lists: of 64 bits, with numbers that 32 bits would take for others") 
 TEST_CASE("lists: of 64 bits in device memory are refused") {
   for (const char *name : kOfEitherWidth) {
     Call c;
-    make(c, std::strcmp(name, "page_table") == 0 ? make_in_pages : make_padded, Direction::forward);
+    make(c, std::strcmp(name, "page_table") == 0 ? make_in_pages : make_padded, Operation::forward);
     widen(c, name);
     c.move_to_gpu();
     CHECK(strobe_kernels(&c.attention, &c.tensors, STROBE_FORWARD, 90, nullptr, 0, nullptr) == STROBE_INVALID_ARGUMENT);
@@ -312,7 +312,7 @@ TEST_CASE("lists: of 64 bits in device memory are refused") {
 
 TEST_CASE("lists: one length for all sequences") {
   Call plain, strided;
-  for (Call *c : {&plain, &strided}) make(*c, make_dense, Direction::forward);
+  for (Call *c : {&plain, &strided}) make(*c, make_dense, Operation::forward);
   std::ranges::fill_n(plain.data<int32_t>("seqused_k"), B, 17);
   strided.data<int32_t>("seqused_k")[0] = 17, strided.data<int32_t>("seqused_k")[1] = -1;
   strided["seqused_k"].strides[0] = 0;

@@ -67,7 +67,7 @@ TEST_CASE("part: what is refused") {
   for (const Wrong &wrong : wrongs) {
     Call call;
     PartOf of;
-    make_part(call, of, Direction::backward);
+    make_part(call, of, Operation::backward);
     wrong.make(call, of);
     const std::string all = refusal(call);
     CHECK_MESSAGE(std::ranges::any_of(lines(all), [&](const std::string &line) { return line.starts_with(wrong.reason); }), wrong.reason,
@@ -78,7 +78,7 @@ TEST_CASE("part: what is refused") {
 TEST_CASE("part: results that belong to whole rows and columns are refused") {
   Call call;
   PartOf of;
-  make_part(call, of, Direction::forward);
+  make_part(call, of, Operation::forward);
   call.add("max_logit", DType::f32, {B, H});
   CHECK(refusal(call).starts_with("max_logit: given beside part"));
   call.drop("max_logit"), call.add("column_sums", DType::f32, {B, H, Sk});
@@ -89,7 +89,7 @@ TEST_CASE("part: a batch of any size is refused at once") {
   for (const bool partial : {false, true}) {
     Call call;
     PartOf of;
-    make_part(call, of, Direction::forward, partial);
+    make_part(call, of, Operation::forward, partial);
     of.set(of.q_ranges, {5, 12}, {1, 1, 2});
     call["q"].shape[0] = int64_t{1} << 62, call["q"].strides[0] = 0;
     CHECK(refusal(call).find("k: shape") != std::string::npos);
@@ -98,10 +98,10 @@ TEST_CASE("part: a batch of any size is refused at once") {
 
 TEST_CASE("part: what is legal although it looks odd") {
   auto runs = [](void (*change)(Call &, PartOf &)) {
-    for (Direction direction : {Direction::forward, Direction::backward}) {
+    for (Operation operation : {Operation::forward, Operation::backward}) {
       Call call;
       PartOf of;
-      make_part(call, of, direction);
+      make_part(call, of, operation);
       change(call, of);
       CHECK_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
     }
@@ -131,7 +131,7 @@ TEST_CASE("part: ranges drawn at random") {
   for (int number = 0; number < rounds; number++) {
     Call call;
     PartOf of;
-    make_part(call, of, draw(2) ? Direction::forward : Direction::backward, draw(2));
+    make_part(call, of, draw(2) ? Operation::forward : Operation::backward, draw(2));
     for (const char *name : {"rng", "alibi_slopes"})
       if (draw(2)) call.drop(name);
     const int64_t batch = draw(3) ? 1 : B, count = 1 + draw(4), whole = Sq + draw(12);
@@ -171,15 +171,15 @@ TEST_CASE("part: ranges drawn at random") {
 
 TEST_CASE("part: a prepared call keeps its ranges") {
   for (bool partial : {false, true})
-    for (Direction direction : {Direction::forward, Direction::backward}) {
+    for (Operation operation : {Operation::forward, Operation::backward}) {
       Call call;
       PartOf of;
-      make_part(call, of, direction, partial);
+      make_part(call, of, operation, partial);
       for (const char *name : {"q", "k", "v"}) call.fill<float>(name, 1, 0.37);
       strobe_prepared *held = nullptr;
-      REQUIRE_MESSAGE(strobe_prepare(&call.attention, &call.tensors, &call.execution, int32_t(direction), &held) == STROBE_OK,
+      REQUIRE_MESSAGE(strobe_prepare(&call.attention, &call.tensors, &call.execution, int32_t(operation), &held) == STROBE_OK,
                       strobe_last_error());
-      const char *result = direction == Direction::forward ? "lse" : "dk";
+      const char *result = operation == Operation::forward ? "lse" : "dk";
       REQUIRE(call.run() == STROBE_OK);
       const std::vector<float> wanted(call.data<float>(result), call.data<float>(result) + call.memory_bytes(result) / 4);
       std::fill_n(call.data<float>(result), wanted.size(), 0.0f);
@@ -213,7 +213,7 @@ TEST_CASE("part: a prepared call keeps its ranges") {
 TEST_CASE("part: a program built before there were parts") {
   Call call;
   PartOf of;
-  make_part(call, of, Direction::forward);
+  make_part(call, of, Operation::forward);
   call.attention.size = offsetof(strobe_attention, part);
   call.attention.part = reinterpret_cast<const strobe_part *>(1); // `part` is the word after the end of the older struct
   CHECK_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
@@ -223,7 +223,7 @@ TEST_CASE("part: GPU engines that compute none say so") {
   for (bool accumulate : {false, true}) {
     Call call;
     PartOf of;
-    make_part(call, of, Direction::backward);
+    make_part(call, of, Operation::backward);
     if (accumulate) call.attention.part = nullptr, call.attention.accumulate = 1;
     call.attention.engine = "cuda-tf32";
     call.move_to_gpu();
@@ -237,7 +237,7 @@ TEST_CASE("part: GPU engines that compute none say so") {
 TEST_CASE("part: accumulate adds to what is there") {
   Call call, plain;
   for (Call *each : {&call, &plain}) {
-    make_dense(*each, Direction::backward);
+    make_dense(*each, Operation::backward);
     for (const char *name : {"q", "k", "v", "dout"}) each->fill<float>(name, 1, 0.37);
     for (const char *name : {"dq", "dk", "dv"}) each->fill<float>(name, 3, 0.1);
   }
@@ -252,7 +252,7 @@ TEST_CASE("part: the reference adds to float32, as other engines do, and to floa
   for (DType type : {DType::f32, DType::f64}) {
     Call call, plain;
     for (Call *each : {&call, &plain}) {
-      make_dense(*each, Direction::backward);
+      make_dense(*each, Operation::backward);
       for (const char *name : {"q", "k", "v", "dout"}) each->fill<float>(name, 1, 0.37);
       make_for_reference(*each);
       for (const char *name : {"out", "lse"}) each->drop(name);
@@ -273,7 +273,7 @@ TEST_CASE("part: the reference adds to float32, as other engines do, and to floa
       }
   }
   Call call;
-  make_dense(call, Direction::backward);
+  make_dense(call, Operation::backward);
   call.attention.engine = "reference", call.attention.accumulate = 1;
   for (const char *name : {"out", "lse", "bias", "dbias", "sinks", "dsinks"}) call.drop(name);
   call.add("dk", DType::f16, {B, Hkv, Sk, D});

@@ -61,8 +61,8 @@ TEST_CASE("predict: whole tiles of what a tile's rows see") {
           for (auto [tile_q, tile_k] : {std::pair{64, 64}, {128, 96}, {80, 128}, {16, 32}}) {
             Problem p = banded(queries, keys, left, right);
             p.bottom_right = bottom_right;
-            for (Direction direction : {Direction::forward, Direction::backward}) {
-              const bool forward = direction == Direction::forward;
+            for (Operation operation : {Operation::forward, Operation::backward}) {
+              const bool forward = operation == Operation::forward;
               const std::vector<double> others = forward ? walked_keys(p, tile_q, tile_k) : walked_queries(p, tile_q, tile_k);
               const double own = forward ? double(tile_q) : 3.0 * double(tile_k); // three query heads share a key head
               double sum = 0;
@@ -72,7 +72,7 @@ TEST_CASE("predict: whole tiles of what a tile's rows see") {
               CAPTURE(left);
               CAPTURE(right);
               CAPTURE(forward);
-              const Walks w = walks(p, direction, tile_q, tile_k);
+              const Walks w = walks(p, operation, tile_q, tile_k);
               CHECK(w.blocks == double(others.size() * size_t(forward ? 12 : 4)));
               CHECK(w.mean == doctest::Approx(own * sum / double(others.size())));
               CHECK(w.longest == doctest::Approx(own * *std::max_element(others.begin(), others.end())));
@@ -117,17 +117,17 @@ TEST_CASE("a workload takes its launches, its rows, its walks and what combines 
   Device device{};
   device.sms = 4, device.clock_hz = 1e9;
   const Measured measured{.share_of_peak = {0.5, 0.25}, .launch_seconds = 1e-6, .block_seconds = {2e-6, 4e-6}};
-  for (const Direction direction : {Direction::forward, Direction::backward})
+  for (const Operation operation : {Operation::forward, Operation::backward})
     for (const int64_t parts : {1, 2})
       for (const bool dbias : {false, true}) {
         p.dbias = View{};
         if (dbias) p.dbias.dtype = DType::f32;
-        const bool forward = direction == Direction::forward;
+        const bool forward = operation == Operation::forward;
         const double products = forward ? 2 : dbias ? 7 : 5, rate = (forward ? 0.5 : 0.25) * 64 * 1e9 / (products * (96 + 32) * 3);
         const double expected = 3 * 1e-6 + (forward ? 0 : rows_seconds(p, 96, 32)) + (parts > 1 ? combining_seconds(p) : 0) +
-                                seconds(walks(p, direction, 64, 32), device, 2, rate, forward ? 2e-6 : 4e-6, parts);
+                                seconds(walks(p, operation, 64, 32), device, 2, rate, forward ? 2e-6 : 4e-6, parts);
         const Workload work{.problem = p,
-                            .direction = direction,
+                            .operation = operation,
                             .device = device,
                             .rate = 64,
                             .operations = 3,

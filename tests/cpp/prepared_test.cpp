@@ -17,20 +17,20 @@ using Held = std::unique_ptr<strobe_prepared, decltype(&strobe_release)>;
 
 Held prepared(Call &call) {
   strobe_prepared *made = nullptr;
-  REQUIRE_MESSAGE(strobe_prepare(&call.attention, &call.tensors, &call.execution, static_cast<int32_t>(call.direction), &made) == STROBE_OK,
+  REQUIRE_MESSAGE(strobe_prepare(&call.attention, &call.tensors, &call.execution, static_cast<int32_t>(call.operation), &made) == STROBE_OK,
                   error());
   return {made, strobe_release};
 }
 
-using Make = void (*)(Call &, Direction);
+using Make = void (*)(Call &, Operation);
 
 // Fills the call with numbers that depend on `seed`.
-void make_filled(Call &c, Make make, Direction direction, int seed) {
-  make(c, direction);
+void make_filled(Call &c, Make make, Operation operation, int seed) {
+  make(c, operation);
   for (const char *name : {"q", "k", "v", "bias", "alibi_slopes", "sinks", "dout", "dlse"})
     if (c.has(name)) c.fill<float>(name, seed, 0.37 * (seed + 1)), seed++;
   for (const char *name : {"out", "lse"})
-    if (direction == Direction::backward) c.fill<float>(name, seed, 0.37);
+    if (operation == Operation::backward) c.fill<float>(name, seed, 0.37);
 }
 
 std::vector<unsigned char> bytes_of_results(Call &call) {
@@ -43,18 +43,18 @@ std::vector<unsigned char> bytes_of_results(Call &call) {
 } // namespace
 
 TEST_CASE("prepared: on other addresses, the bits of the whole call") {
-  const Make in_pages = [](Call &c, Direction) { make_paged(c, true); };
-  const Make quantised = [](Call &c, Direction) { make_quantised(c, DType::i8, true, make_varlen), make_for_reference(c); };
+  const Make in_pages = [](Call &c, Operation) { make_paged(c, true); };
+  const Make quantised = [](Call &c, Operation) { make_quantised(c, DType::i8, true, make_varlen), make_for_reference(c); };
   for (Make make : {Make(make_dense), Make(make_varlen), Make(make_sparse), in_pages, quantised})
-    for (Direction direction : {Direction::forward, Direction::backward}) {
-      if (direction == Direction::backward && (make == in_pages || make == quantised)) continue;
+    for (Operation operation : {Operation::forward, Operation::backward}) {
+      if (operation == Operation::backward && (make == in_pages || make == quantised)) continue;
       Call first;
-      make_filled(first, make, direction, 1);
+      make_filled(first, make, operation, 1);
       const Held held = prepared(first);
       CHECK(first.untouched()); // the failed run has written nothing
       for (int seed : {2, 3}) {
         Call whole, again;
-        make_filled(whole, make, direction, seed), make_filled(again, make, direction, seed);
+        make_filled(whole, make, operation, seed), make_filled(again, make, operation, seed);
         REQUIRE_MESSAGE(whole.run() == STROBE_OK, error());
         const strobe_addresses at = addresses(again);
         REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
@@ -65,7 +65,7 @@ TEST_CASE("prepared: on other addresses, the bits of the whole call") {
 
 TEST_CASE("prepared: its plan is the call's") {
   Call call;
-  make_dense(call, Direction::backward);
+  make_dense(call, Operation::backward);
   const Held held = prepared(call);
   strobe_plan whole{}, of_prepared{};
   whole.size = of_prepared.size = sizeof whole;
@@ -78,7 +78,7 @@ TEST_CASE("prepared: its plan is the call's") {
 #if defined(__GLIBC__) && __GLIBC_MINOR__ >= 33 && !defined(__SANITIZE_ADDRESS__) // ASan finds leaks itself
 TEST_CASE("prepared: what is released leaves no memory behind, whether it ran or not") {
   Call call;
-  make_filled(call, make_sparse, Direction::forward, 1);
+  make_filled(call, make_sparse, Operation::forward, 1);
   const strobe_addresses at = addresses(call);
   auto many = [&] {
     for (int n = 0; n < 50; n++) {
@@ -95,7 +95,7 @@ TEST_CASE("prepared: what is released leaves no memory behind, whether it ran or
 
 TEST_CASE("prepared: what the caller lent while preparing is not needed later") {
   auto call = std::make_unique<Call>();
-  make_filled(*call, make_dense, Direction::forward, 1);
+  make_filled(*call, make_dense, Operation::forward, 1);
   auto engine = std::make_unique<std::string>("reference-");
   engine->pop_back();
   for (const char *name : {"out", "lse", "max_logit", "column_sums"})
@@ -105,7 +105,7 @@ TEST_CASE("prepared: what the caller lent while preparing is not needed later") 
   call.reset();
   engine.reset();
   Call other;
-  make_filled(other, make_dense, Direction::forward, 2);
+  make_filled(other, make_dense, Operation::forward, 2);
   for (const char *name : {"out", "lse", "max_logit", "column_sums"})
     other.add(name, DType::f64, std::vector<int64_t>(other[name].shape, other[name].shape + other[name].rank));
   const strobe_addresses at = addresses(other);
@@ -118,7 +118,7 @@ TEST_CASE("prepared: what the caller lent while preparing is not needed later") 
 
 TEST_CASE("prepared: addresses that cannot be") {
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   call.drop("bias");
   const Held held = prepared(call);
   const strobe_addresses good = addresses(call);
@@ -144,7 +144,7 @@ TEST_CASE("prepared: addresses that cannot be") {
 
 TEST_CASE("prepared: an address that was off 16 bytes has to be so again") {
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   call["q"].data = static_cast<char *>(call["q"].data) + 4;
   call["q"].shape[2]--, call["out"].shape[2]--, call["lse"].shape[2]--, call["mask"].shape[2]--; // the shapes still fit their memory
   const Held held = prepared(call);
@@ -157,7 +157,7 @@ TEST_CASE("prepared: an address that was off 16 bytes has to be so again") {
 
 TEST_CASE("prepared: host memory is checked at every run") {
   Call call;
-  make_varlen(call, Direction::forward);
+  make_varlen(call, Operation::forward);
   const Held held = prepared(call);
   const strobe_addresses at = addresses(call);
   call.data<int32_t>("cu_seqlens_q")[1] = 14; // more than max_seqlen_q
@@ -188,7 +188,7 @@ TEST_CASE("prepared: a length that is refused at a run is refused in the words o
   for (const Case &c : cases) {
     CAPTURE(c.says);
     Call call;
-    make_varlen(call, Direction::forward);
+    make_varlen(call, Operation::forward);
     call.attention.max_seqlen_q = c.max_q, call.attention.max_seqlen_k = c.max_k;
     PartOf of;
     PartOf::set(of.q_ranges, {0, 13, 0, 8}, {2, 1, 2}), PartOf::set(of.seqlens_q, {13, 8}, {2});
@@ -206,9 +206,9 @@ TEST_CASE("prepared: a length that is refused at a run is refused in the words o
 }
 
 TEST_CASE("prepared: how many keys count is read, and checked, at every run") {
-  for (Direction direction : {Direction::forward, Direction::backward}) {
+  for (Operation operation : {Operation::forward, Operation::backward}) {
     Call first, whole;
-    make_filled(first, make_dense, direction, 1), make_filled(whole, make_dense, direction, 1);
+    make_filled(first, make_dense, operation, 1), make_filled(whole, make_dense, operation, 1);
     const Held held = prepared(first);
     const strobe_addresses at = addresses(first);
     for (Call *call : {&first, &whole}) call->data<int32_t>("seqused_k")[0] = 7;
@@ -243,7 +243,7 @@ TEST_CASE("prepared: pages are read, and checked, at every run") {
 
 TEST_CASE("prepared: a program built before there was seqused_k") {
   Call call;
-  make_filled(call, make_dense, Direction::backward, 1);
+  make_filled(call, make_dense, Operation::backward, 1);
   call.drop("seqused_k");
   call.tensors.size = offsetof(strobe_tensors, seqused_k);
   call.tensors.seqused_k = reinterpret_cast<const strobe_tensor *>(1); // `seqused_k` is the word after the end of the older struct
@@ -261,10 +261,10 @@ TEST_CASE("prepared: a program built before there was seqused_k") {
 }
 
 TEST_CASE("prepared: without a maximum, other lengths are other plans") {
-  for (Direction direction : {Direction::forward, Direction::backward})
+  for (Operation operation : {Operation::forward, Operation::backward})
     for (auto [prepared_for, run_on] : {std::pair{13, 20}, {20, 13}, {1, Sq}}) {
-      auto make = [&, direction = direction](Call &call, int32_t length, int seed) {
-        make_filled(call, make_varlen, direction, seed);
+      auto make = [&, operation = operation](Call &call, int32_t length, int seed) {
+        make_filled(call, make_varlen, operation, seed);
         call.attention.max_seqlen_q = call.attention.max_seqlen_k = 0;
         call.data<int32_t>("cu_seqlens_q")[1] = length;
       };
@@ -280,7 +280,7 @@ TEST_CASE("prepared: without a maximum, other lengths are other plans") {
 
 TEST_CASE("prepared: threads and workspace") {
   Call call;
-  make_filled(call, make_dense, Direction::forward, 1);
+  make_filled(call, make_dense, Operation::forward, 1);
   call.execution.threads = 2;
   const Held held = prepared(call);
   const strobe_addresses at = addresses(call);
@@ -306,7 +306,7 @@ TEST_CASE("prepared: threads and workspace") {
 
 TEST_CASE("prepared: what cannot run cannot be prepared") {
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   strobe_prepared *made = nullptr;
   CHECK(strobe_prepare(&call.attention, &call.tensors, nullptr, 7, &made) == STROBE_INVALID_ARGUMENT);
   CHECK(strobe_prepare(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, nullptr) == STROBE_INVALID_ARGUMENT);
@@ -319,7 +319,7 @@ TEST_CASE("prepared: what cannot run cannot be prepared") {
 
 TEST_CASE("prepared: many threads run one call at a time") {
   Call first;
-  make_filled(first, make_dense, Direction::forward, 1);
+  make_filled(first, make_dense, Operation::forward, 1);
   const Held held = prepared(first);
   constexpr int kThreads = 4, kRounds = 20;
   std::vector<int> wrong(kThreads);
@@ -328,8 +328,8 @@ TEST_CASE("prepared: many threads run one call at a time") {
     team.emplace_back([&, n] {
       for (int round = 0; round < kRounds; round++) {
         Call whole, again;
-        make_filled(whole, make_dense, Direction::forward, 10 * n + round),
-            make_filled(again, make_dense, Direction::forward, 10 * n + round);
+        make_filled(whole, make_dense, Operation::forward, 10 * n + round),
+            make_filled(again, make_dense, Operation::forward, 10 * n + round);
         const strobe_addresses at = addresses(again);
         wrong[n] += whole.run() != STROBE_OK || strobe_run(held.get(), &at, nullptr) != STROBE_OK ||
                     bytes_of_results(whole) != bytes_of_results(again);

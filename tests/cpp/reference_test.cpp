@@ -161,11 +161,11 @@ struct Example {
     p.dq = dq.view(), p.dk = dk.view(), p.dv = dv.view(), p.dbias = dbias.view(), p.dsinks = dsinks.view();
   }
 
-  void run(Direction direction, const strobe_selection *selection = nullptr) { reference(p, execution, direction, selection); }
+  void run(Operation operation, const strobe_selection *selection = nullptr) { reference(p, execution, operation, selection); }
 
   // The function that is differentiated.
   double loss() {
-    run(Direction::forward);
+    run(Operation::forward);
     double sum = 0;
     for (size_t n = 0; n < out.values.size(); n++) sum += dout.values[n] * out.values[n];
     for (size_t n = 0; n < lse.values.size(); n++) sum += dlse.values[n] * lse.values[n];
@@ -177,7 +177,7 @@ struct Example {
 
 TEST_CASE("reference: gradients are those of finite differences") {
   Example e;
-  e.run(Direction::backward);
+  e.run(Operation::backward);
   auto compare = [&](const char *name, Tensor &x, const Tensor &gradient) {
     CAPTURE(name);
     const double step = 1e-5;
@@ -201,13 +201,13 @@ TEST_CASE("reference: gradients are those of finite differences") {
 
 TEST_CASE("reference: a row that sees nothing gives 0, and the sink as its LSE if there is one") {
   Example e;
-  e.run(Direction::forward);
+  e.run(Operation::forward);
   CHECK(e.out.values[0] == 0);
   CHECK(e.lse.values[0] == e.sinks.values[0]);
   e.p.sinks = View();
   e.p.dsinks = View();
-  e.run(Direction::forward);
-  e.run(Direction::backward);
+  e.run(Operation::forward);
+  e.run(Operation::backward);
   CHECK(e.out.values[0] == 0);
   CHECK(e.lse.values[0] == -std::numeric_limits<double>::infinity());
   for (int64_t c = 0; c < e.D; c++) CHECK(e.dq.values[c] == 0);
@@ -215,8 +215,8 @@ TEST_CASE("reference: a row that sees nothing gives 0, and the sink as its LSE i
 
 TEST_CASE("reference: selected rows and columns are those of the full result, and nothing else is written") {
   Example full, part;
-  full.run(Direction::forward);
-  full.run(Direction::backward);
+  full.run(Operation::forward);
+  full.run(Operation::backward);
   const std::vector<int64_t> rows = {0, 5, 20, 21, 100, Example::B * Example::H * Example::Sq - 1};
   const std::vector<int64_t> cols = {0, 36, 37, 90, Example::B * Example::H_kv * Example::Sk - 1};
   const double untouched = 12345;
@@ -232,7 +232,7 @@ TEST_CASE("reference: selected rows and columns are those of the full result, an
   strobe_selection selection{sizeof(strobe_selection), rows.data(), int64_t(rows.size()), nullptr, 0};
   part.out.fill(untouched);
   part.lse.fill(untouched);
-  part.run(Direction::forward, &selection);
+  part.run(Operation::forward, &selection);
   compare(full.out, part.out, rows, 0);
   compare(full.lse, part.lse, rows, 0);
 
@@ -240,7 +240,7 @@ TEST_CASE("reference: selected rows and columns are those of the full result, an
   part.p.dbias = part.p.dsinks = View();
   auto backward = [&] {
     for (Tensor *gradient : {&part.dq, &part.dk, &part.dv}) gradient->fill(untouched);
-    part.run(Direction::backward, &selection);
+    part.run(Operation::backward, &selection);
   };
   SUBCASE("from the given lse and out") {
     part.out = full.out, part.lse = full.lse;
@@ -270,8 +270,8 @@ TEST_CASE("reference: bitwise the same for any number of threads") {
   Example one, many;
   many.execution.threads = 3;
   for (Example *e : {&one, &many}) {
-    e->run(Direction::forward);
-    e->run(Direction::backward);
+    e->run(Operation::forward);
+    e->run(Operation::backward);
   }
   for (auto tensor : {&Example::out, &Example::lse, &Example::dq, &Example::dk, &Example::dv, &Example::dbias, &Example::dsinks})
     CHECK((one.*tensor).values == (many.*tensor).values);
@@ -280,10 +280,10 @@ TEST_CASE("reference: bitwise the same for any number of threads") {
 TEST_CASE("reference: a bad selection is refused with its reason, and nothing is written") {
   Example e;
   const int64_t falling[] = {3, 3}, outside[] = {Example::B * Example::H * Example::Sq}, negative[] = {-1};
-  auto refused = [&](Direction direction, strobe_selection selection, const char *reason) {
+  auto refused = [&](Operation operation, strobe_selection selection, const char *reason) {
     std::string said;
     try {
-      e.run(direction, &selection);
+      e.run(operation, &selection);
     } catch (const Error &error) {
       CHECK(error.status == STROBE_INVALID_ARGUMENT);
       said = error.what();
@@ -293,16 +293,16 @@ TEST_CASE("reference: a bad selection is refused with its reason, and nothing is
       CHECK(std::all_of(x->values.begin(), x->values.end(), [](double value) { return value == 0; }));
   };
   const uint64_t size = sizeof(strobe_selection);
-  refused(Direction::forward, {size, falling, 2, nullptr, 0},
+  refused(Operation::forward, {size, falling, 2, nullptr, 0},
           "rows: [1] is 3 after 3; accepted are flat indices from 0 to 167, strictly ascending");
-  refused(Direction::forward, {size, outside, 1, nullptr, 0},
+  refused(Operation::forward, {size, outside, 1, nullptr, 0},
           "rows: [0] is 168; accepted are flat indices from 0 to 167, strictly ascending");
-  refused(Direction::backward, {size, nullptr, 0, negative, 1},
+  refused(Operation::backward, {size, nullptr, 0, negative, 1},
           "cols: [0] is -1; accepted are flat indices from 0 to 147, strictly ascending");
-  refused(Direction::forward, {size, nullptr, 2, nullptr, 0},
+  refused(Operation::forward, {size, nullptr, 2, nullptr, 0},
           "rows: 2 indices at a null pointer; accepted is an array and its length, or null and 0 for all");
-  refused(Direction::forward, {size, nullptr, 0, falling, 1}, "cols: given in forward; accepted is null, for they are those of dk and dv");
-  refused(Direction::backward, {size, falling, 1, nullptr, 0}, "dbias: given with rows; accepted is null, for it is a sum over all rows");
+  refused(Operation::forward, {size, nullptr, 0, falling, 1}, "cols: given in forward; accepted is null, for they are those of dk and dv");
+  refused(Operation::backward, {size, falling, 1, nullptr, 0}, "dbias: given with rows; accepted is null, for it is a sum over all rows");
   e.p.dbias = View();
-  refused(Direction::backward, {size, falling, 1, nullptr, 0}, "dsinks: given with rows; accepted is null, for it is a sum over all rows");
+  refused(Operation::backward, {size, falling, 1, nullptr, 0}, "dsinks: given with rows; accepted is null, for it is a sum over all rows");
 }

@@ -14,7 +14,7 @@ namespace {
 // The refusal of a call that is valid before `change` changes it.
 template <class Change> const strobe_refusal &refusal_of(Change &&change) {
   test::Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   change(call);
   REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
   const strobe_refusal *first = strobe_last_refusal(0);
@@ -31,7 +31,7 @@ TEST_CASE("refusals: a thread that has not failed has none, and past the last on
   std::thread([] {
     for (size_t n : {size_t{0}, size_t{1}, ~size_t{0}}) CHECK(strobe_last_refusal(n) == nullptr);
     test::Call call;
-    make_dense(call, Direction::forward);
+    make_dense(call, Operation::forward);
     CHECK(call.run() == STROBE_OK);
     CHECK(strobe_last_refusal(0) == nullptr);
     call.attention.softcap = -1, call.attention.tile_q = -2;
@@ -97,7 +97,7 @@ TEST_CASE("refusals: a value has as many entries as it takes") {
 
 TEST_CASE("refusals: those of every check of a call stand together, and a failure without any has none") {
   test::Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   call.attention.softcap = -1, call.attention.engine = "no-such", call.execution.threads = -1;
   REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
   const std::string text = strobe_last_error();
@@ -111,7 +111,7 @@ TEST_CASE("refusals: those of every check of a call stand together, and a failur
 
 TEST_CASE("refusals: words that look like places stay as the caller wrote them") {
   test::Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   call.attention.engine = "{1}{0}";
   REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
   CHECK(std::string(strobe_last_error()).starts_with("engine: \"{1}{0}\" is unknown; accepted are "));
@@ -126,7 +126,7 @@ TEST_CASE("refusals: they are the thread's own") {
       wrong[n] += strobe_last_refusal(0) != nullptr;
       for (int round = 0; round < 200; round++) {
         test::Call call;
-        make_dense(call, Direction::forward);
+        make_dense(call, Operation::forward);
         call.attention.tile_q = -1 - n;
         wrong[n] += call.run() != STROBE_INVALID_ARGUMENT;
         const strobe_refusal *r = strobe_last_refusal(0);

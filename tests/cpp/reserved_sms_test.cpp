@@ -26,7 +26,7 @@ Program made(const char *engine, OnGpu &call, int reserved) {
   device.sms -= reserved;
   for (const Engine *e : engines())
     if (e->name() == std::string(engine)) {
-      const Answer answer = static_cast<const CudaEngine *>(e)->plan_on(device, call.validated(), call.direction);
+      const Answer answer = static_cast<const CudaEngine *>(e)->plan_on(device, call.validated(), call.operation);
       REQUIRE_MESSAGE(std::holds_alternative<Plan>(answer), std::get<std::string>(answer));
       return program_of(std::get<Plan>(answer));
     }

@@ -14,7 +14,7 @@ namespace {
 constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr int64_t kHuge = int64_t{1} << 62;
 
-using Make = void (*)(Call &, Direction);
+using Make = void (*)(Call &, Operation);
 using Break = std::function<void(Call &)>;
 
 struct Wrong {
@@ -22,11 +22,11 @@ struct Wrong {
   Break how;
 };
 
-void expect_one_message(Make make, Direction direction, const Wrong &wrong) {
+void expect_one_message(Make make, Operation operation, const Wrong &wrong) {
   const std::string expected = wrong.message;
   CAPTURE(expected);
   Call call;
-  make(call, direction);
+  make(call, operation);
   wrong.how(call);
   REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
   const std::string text = strobe_last_error();
@@ -38,8 +38,8 @@ void expect_one_message(Make make, Direction direction, const Wrong &wrong) {
   CHECK(call.untouched());
 }
 
-void expect_each(Make make, Direction direction, const std::vector<Wrong> &all) {
-  for (const Wrong &wrong : all) expect_one_message(make, direction, wrong);
+void expect_each(Make make, Operation operation, const std::vector<Wrong> &all) {
+  for (const Wrong &wrong : all) expect_one_message(make, operation, wrong);
 }
 
 Break set(double strobe_attention::*field, double value) {
@@ -71,24 +71,24 @@ Break drop(const char *name) {
 
 TEST_CASE("validate: the calls that the tests below break are valid") {
   for (Make make : {make_dense, make_varlen, make_sparse})
-    for (Direction direction : {Direction::forward, Direction::backward}) {
+    for (Operation operation : {Operation::forward, Operation::backward}) {
       Call call;
-      make(call, direction);
+      make(call, operation);
       CHECK_NOTHROW(call.validated());
     }
 }
 
 TEST_CASE("validate: every tensor wrong as a tensor") {
   for (Make make : {make_dense, make_varlen, make_sparse})
-    for (Direction direction : {Direction::forward, Direction::backward}) {
+    for (Operation operation : {Operation::forward, Operation::backward}) {
       Call whole;
-      make(whole, direction);
+      make(whole, operation);
       for (const NamedSlot &s : kSlots) {
         if (!whole.has(s.name)) continue;
         const std::string prefix = s.name;
         auto wrong = [&](const std::string &message, auto how) {
           const std::string all = prefix + ": " + message;
-          expect_one_message(make, direction, {all.c_str(), [&](Call &c) { how(c[s.name]); }});
+          expect_one_message(make, operation, {all.c_str(), [&](Call &c) { how(c[s.name]); }});
         };
         wrong("dtype 42 (unknown)", [](strobe_tensor &t) { t.dtype = 42; });
         wrong("dtype 0 (none)", [](strobe_tensor &t) { t.dtype = 0; });
@@ -108,26 +108,26 @@ TEST_CASE("validate: every tensor wrong as a tensor") {
 }
 
 TEST_CASE("validate: what is missing") {
-  expect_each(make_dense, Direction::forward,
+  expect_each(make_dense, Operation::forward,
               {{"q: missing", drop("q")},
                {"k: missing", drop("k")},
                {"v: missing", drop("v")},
                {"out: missing", drop("out")},
                {"column_sums: given without lse; accepted is both, or lse alone", drop("lse")}});
-  expect_each(make_dense, Direction::backward,
+  expect_each(make_dense, Operation::backward,
               {{"out: missing", drop("out")},
                {"lse: missing", drop("lse")},
                {"dout: missing", drop("dout")},
                {"dbias: given without bias", drop("bias")},
                {"dsinks: given without sinks", drop("sinks")}});
-  expect_each(make_varlen, Direction::forward,
+  expect_each(make_varlen, Operation::forward,
               {{"cu_seqlens_q: missing", drop("cu_seqlens_q")}, {"cu_seqlens_k: missing", drop("cu_seqlens_k")}});
-  expect_each(make_sparse, Direction::forward,
+  expect_each(make_sparse, Operation::forward,
               {{"block_cols: missing", drop("block_cols")},
                {"block_cols_t: missing", drop("block_cols_t")},
                {"block_cols_t: given without block_rows_t", drop("block_rows_t")}});
   expect_each(
-      make_full_blocks, Direction::forward,
+      make_full_blocks, Operation::forward,
       {{"block_full: given without mask_function; accepted is both, or neither", [](Call &c) { c.attention.mask_function = nullptr; }},
        {"block_full_t: missing; accepted is a tensor beside block_full and block_rows_t", drop("block_full_t")},
        {"block_full_t: given without block_full", drop("block_full")},
@@ -138,7 +138,7 @@ TEST_CASE("validate: what is missing") {
 
 TEST_CASE("validate: shapes that do not agree") {
   expect_each(
-      make_dense, Direction::forward,
+      make_dense, Operation::forward,
       {{"q: head dimension 0", shape("q", 3, 0)},
        {"q: head dimension 577; accepted is 1 to 576", [](Call &c) { c.add("q", DType::f32, {B, H, Sq, 577}); }},
        {"v: head dimension 513; accepted is 1 to 512",
@@ -162,7 +162,7 @@ TEST_CASE("validate: shapes that do not agree") {
        {"lse: shape (2, 4, 20)", shape("lse", 2, 20)},
        {"max_logit: shape (2, 3); accepted is (B, H) = (2, 4)", shape("max_logit", 1, 3)},
        {"column_sums: shape (2, 4, 37); accepted is (B, H, Sk) = (2, 4, 38)", shape("column_sums", 2, 37)}});
-  expect_each(make_dense, Direction::backward,
+  expect_each(make_dense, Operation::backward,
               {{"dout: shape (2, 4, 20, 6)", shape("dout", 2, 20)},
                {"dlse: shape (2, 3, 21)", shape("dlse", 1, 3)},
                {"dq: shape (2, 4, 20, 8)", shape("dq", 2, 20)},
@@ -170,7 +170,7 @@ TEST_CASE("validate: shapes that do not agree") {
                {"dv: shape (2, 2, 38, 5)", shape("dv", 3, 5)},
                {"dbias: shape (1, 4, 1, 37)", shape("dbias", 3, 37)},
                {"dsinks: shape (3)", shape("dsinks", 0, 3)}});
-  expect_each(make_varlen, Direction::forward,
+  expect_each(make_varlen, Operation::forward,
               {{"cu_seqlens_k: shape (2); accepted is (B+1) = (3)", shape("cu_seqlens_k", 0, 2)},
                {"cu_seqlens_q: shape (0)", [](Call &c) { c["cu_seqlens_q"].shape[0] = 0; }},
                {"v: shape (37, 2, 6); accepted is (Tk, Hkv, Dv) = (38, 2, any)", shape("v", 0, 37)},
@@ -178,21 +178,21 @@ TEST_CASE("validate: shapes that do not agree") {
                {"lse: shape (4, 20)", shape("lse", 1, 20)},
                {"max_logit: shape (1, 4); accepted is (B, H) = (2, 4)", shape("max_logit", 0, 1)},
                {"column_sums: shape (4, 37); accepted is (H, Tk) = (4, 38)", shape("column_sums", 1, 37)}});
-  expect_each(make_sparse, Direction::forward,
+  expect_each(make_sparse, Operation::forward,
               {{"block_rows: shape (2, 3, 3); accepted is (B|1, H|1, nq+1) = (2|1, 4|1, 3)", shape("block_rows", 1, 3)},
                {"block_rows: shape (2, 1, 2)", shape("block_rows", 2, 2)},
                {"block_rows_t: shape (1, 1, 4)", shape("block_rows_t", 0, 1)},
                {"block_rows_t: shape (2, 1, 3)", shape("block_rows_t", 2, 3)},
                {"block_cols_t: shape (4)", shape("block_cols_t", 0, 4)}});
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   call["q"].shape[1] = 0;
   CHECK(call.run() == STROBE_INVALID_ARGUMENT);
   CHECK(std::string(strobe_last_error()).starts_with("q: 0 heads"));
 }
 
 TEST_CASE("validate: dtypes that do not agree") {
-  expect_each(make_dense, Direction::forward,
+  expect_each(make_dense, Operation::forward,
               {{"q: dtype int32; accepted is float32, float16, bfloat16, float64", dtype("q", DType::i32)},
                {"k: dtype float16; accepted is float32", dtype("k", DType::f16)},
                {"v: dtype float64; accepted is float32", dtype("v", DType::f64)},
@@ -203,13 +203,13 @@ TEST_CASE("validate: dtypes that do not agree") {
                {"rng: dtype int32; accepted is int64", dtype("rng", DType::i32)},
                {"out: dtype float64; accepted is float32", dtype("out", DType::f64)},
                {"lse: dtype float64; accepted is float32", dtype("lse", DType::f64)}});
-  expect_each(make_dense, Direction::backward,
+  expect_each(make_dense, Operation::backward,
               {{"dlse: dtype float16", dtype("dlse", DType::f16)},
                {"dq: dtype float16", dtype("dq", DType::f16)},
                {"dbias: dtype float64", dtype("dbias", DType::f64)}});
-  expect_each(make_varlen, Direction::forward,
+  expect_each(make_varlen, Operation::forward,
               {{"cu_seqlens_q: dtype bool; accepted is int32, int64", dtype("cu_seqlens_q", DType::boolean)}});
-  expect_each(make_sparse, Direction::forward, {{"block_cols: dtype int64; accepted is int32", dtype("block_cols", DType::i64)}});
+  expect_each(make_sparse, Operation::forward, {{"block_cols: dtype int64; accepted is int32", dtype("block_cols", DType::i64)}});
 }
 
 TEST_CASE("validate: options") {
@@ -217,7 +217,7 @@ TEST_CASE("validate: options") {
   auto hyperbolic = [](double A::*field, double value) {
     return [=](Call &c) { c.attention.score = STROBE_HYPERBOLIC, c.attention.beta = 1, c.attention.*field = value; };
   };
-  expect_each(make_dense, Direction::forward,
+  expect_each(make_dense, Operation::forward,
               {{"scale: inf", [](Call &c) { c.attention.has_scale = 1, c.attention.scale = kInf; }},
                {"scale: nan", [](Call &c) { c.attention.has_scale = 1, c.attention.scale = kNan; }},
                {"scale: 0.5 while has_scale is 0", set(&A::scale, 0.5)},
@@ -268,13 +268,13 @@ TEST_CASE("validate: options") {
 #endif
                {"execution.threads: 1025; accepted is 1 to 1024", [](Call &c) { c.execution.threads = 1025; }}});
   expect_each(
-      make_varlen, Direction::forward,
+      make_varlen, Operation::forward,
       {{"max_seqlen_q: -1", set(&A::max_seqlen_q, int64_t{-1})}, {"max_seqlen_k: 2147483648", set(&A::max_seqlen_k, int64_t{1} << 31)}});
-  expect_each(make_dense, Direction::forward,
+  expect_each(make_dense, Operation::forward,
               {{"softcap: 3.5e+38; accepted for q of float32 is at most 2e+38", set(&A::softcap, 3.5e38)},
                {"scale: -3e+38; accepted for q of float32 is at most 2e+38",
                 [](Call &c) { c.attention.has_scale = 1, c.attention.scale = -3e38; }}});
-  expect_each(make_sparse, Direction::forward,
+  expect_each(make_sparse, Operation::forward,
               {{"block_q: 0", set(&A::block_q, int64_t{0})},
                {"block_q: 24", set(&A::block_q, int64_t{24})},
                {"block_k: -16", set(&A::block_k, int64_t{-16})}});
@@ -282,7 +282,7 @@ TEST_CASE("validate: options") {
 
 TEST_CASE("validate: what host memory holds") {
   expect_each(
-      make_varlen, Direction::forward,
+      make_varlen, Operation::forward,
       {{"cu_seqlens_q: starts at 1", value("cu_seqlens_q", 0, 1)},
        {"cu_seqlens_q: falls from 22 at [1] to 21",
         [](Call &c) { c.attention.max_seqlen_q = 30, c.data<int32_t>("cu_seqlens_q")[1] = 22; }},
@@ -290,16 +290,16 @@ TEST_CASE("validate: what host memory holds") {
        {"cu_seqlens_q: sequence 0 has 13 tokens; accepted is at most max_seqlen_q = 12", set(&strobe_attention::max_seqlen_q, int64_t{12})},
        {"cu_seqlens_k: falls from 0 at [0] to -1", value("cu_seqlens_k", 1, -1)},
        {"cu_seqlens_k: ends at 39", [](Call &c) { c.attention.max_seqlen_k = 40, c.data<int32_t>("cu_seqlens_k")[2] = 39; }}});
-  expect_each(make_dense, Direction::forward,
+  expect_each(make_dense, Operation::forward,
               {{"seqused_k: 39 at [0]; accepted are 0 to 38, the length of k", value("seqused_k", 0, 39)},
                {"seqused_k: -1 at [1]; accepted are 0 to 38, the length of k", value("seqused_k", 1, -1)},
                {"seqused_k: shape (1); accepted is (B) = (2)", shape("seqused_k", 0, 1)},
                {"seqused_k: dtype bool; accepted is int32, int64", dtype("seqused_k", DType::boolean)}});
-  expect_each(make_varlen, Direction::forward,
+  expect_each(make_varlen, Operation::forward,
               {{"seqused_k: 1 at [0]; accepted are 0 to 0, the length of that sequence's keys",
                 [](Call &c) { c.add_values<int32_t>("seqused_k", DType::i32, {1, 5}); }}});
-  const Make paged = [](Call &c, Direction) { make_paged(c, false); }, paged_and_packed = [](Call &c, Direction) { make_paged(c, true); };
-  expect_each(paged, Direction::forward,
+  const Make paged = [](Call &c, Operation) { make_paged(c, false); }, paged_and_packed = [](Call &c, Operation) { make_paged(c, true); };
+  expect_each(paged, Operation::forward,
               {{"page_table: page 16 at [0, 1]; accepted are 0 to 15, the pages of k and v, where keys count", value("page_table", 1, 16)},
                {"page_table: page -1 at [1, 7]", value("page_table", 15, -1)},
                {"page_table: page -7 at [0, 6]", [](Call &c) { c.drop("seqused_k"); }},
@@ -311,18 +311,18 @@ TEST_CASE("validate: what host memory holds") {
                {"v: shape (15, 2, 5, 6); accepted is (pages, Hkv, page, Dv) = (16, 2, 5, any)", shape("v", 0, 15)},
                {"mask: shape (2, 1, 21, 39)", shape("mask", 3, 39)},
                {"max_seqlen_k: 40 without cu_seqlens; accepted is 0", set(&strobe_attention::max_seqlen_k, int64_t{40})}});
-  expect_each(paged_and_packed, Direction::forward,
+  expect_each(paged_and_packed, Operation::forward,
               {{"page_table: page 16 at [0, 1]", value("page_table", 1, 16)},
                {"cu_seqlens_q: ends at 22", value("cu_seqlens_q", 2, 22)},
                {"cu_seqlens_k: given beside page_table; accepted is cu_seqlens_q alone",
                 [](Call &c) { c.add_values<int32_t>("cu_seqlens_k", DType::i32, {0, 0, Sk}); }},
                {"max_seqlen_k: 40 beside page_table; accepted is 0", set(&strobe_attention::max_seqlen_k, int64_t{40})}});
-  const Make by_key = [](Call &c, Direction) { make_quantised(c, DType::i8, false, make_dense); };
-  const Make by_column = [](Call &c, Direction) { make_quantised(c, DType::i4x2, true, make_varlen); };
-  const Make in_pages = [](Call &c, Direction) { make_quantised(c, DType::e4m3, true, [](Call &c, Direction) { make_paged(c, false); }); };
+  const Make by_key = [](Call &c, Operation) { make_quantised(c, DType::i8, false, make_dense); };
+  const Make by_column = [](Call &c, Operation) { make_quantised(c, DType::i4x2, true, make_varlen); };
+  const Make in_pages = [](Call &c, Operation) { make_quantised(c, DType::e4m3, true, [](Call &c, Operation) { make_paged(c, false); }); };
   for (Make make : {by_key, by_column, in_pages}) {
     Call call;
-    make(call, Direction::forward);
+    make(call, Operation::forward);
     CHECK_NOTHROW(call.validated());
     call.add("v_scale", DType::f32, {Hkv}); // for each head, or for all
     CHECK_NOTHROW(call.validated());
@@ -331,7 +331,7 @@ TEST_CASE("validate: what host memory holds") {
     call["v_scale"].rank = 0;
     CHECK_NOTHROW(call.validated());
   }
-  expect_each(by_key, Direction::forward,
+  expect_each(by_key, Operation::forward,
               {{"k_scale: missing beside v_scale; accepted is both, or neither", drop("k_scale")},
                {"v_scale: missing beside k_scale; accepted is both, or neither", drop("v_scale")},
                {"k_scale: shape (2, 2, 37); accepted is (B, Hkv, Sk) = (2, 2, 38)", shape("k_scale", 2, 37)},
@@ -349,17 +349,17 @@ TEST_CASE("validate: what host memory holds") {
                 [](Call &c) { c.add("k", DType::f32, {B, Hkv, Sk, D}), c.add("v", DType::i8, {B, Hkv, Sk, Dv}); }},
                {"k: dtype int8; accepted is float32",
                 [](Call &c) { c.drop("k_scale"), c.drop("v_scale"), c.add("v", DType::f32, {B, Hkv, Sk, Dv}); }}});
-  expect_each(make_dense, Direction::forward,
+  expect_each(make_dense, Operation::forward,
               {{"k_scale_group: 32 without k_scale; accepted is 0", set(&strobe_attention::k_scale_group, int64_t{32})}});
-  expect_each(by_column, Direction::forward,
+  expect_each(by_column, Operation::forward,
               {{"k_scale: shape (1, 2, 8); accepted is (rows of k / k_scale_group, Hkv, D) = (2, 2, 8)", shape("k_scale", 0, 1)},
                {"k: shape (38, 2, 3); accepted is (Tk, Hkv, D/2) = (any, any, 4)", shape("k", 2, 3)}});
   expect_each(
-      in_pages, Direction::forward,
+      in_pages, Operation::forward,
       {{"k_scale: shape (15, 2, 1, 8); accepted is (pages, Hkv, rows of k / k_scale_group, D) = (16, 2, 1, 8)", shape("k_scale", 0, 15)},
        {"page_table: page 16 at [0, 1]", value("page_table", 1, 16)}});
   expect_each(
-      make_sparse, Direction::forward,
+      make_sparse, Operation::forward,
       {{"block_rows: row 0 of matrix 0 begins at 1", value("block_rows", 0, 1)},
        {"block_rows: falls from 4 to 3 after row 1 of matrix 0", value("block_rows", 1, 4)},
        {"block_rows: row 0 of matrix 1 begins at 2; accepted is 3", value("block_rows", 3, 2)},
@@ -375,14 +375,14 @@ TEST_CASE("validate: what host memory holds") {
           c.data<int32_t>("block_rows_t")[1] = 1, c.data<int32_t>("block_rows_t")[2] = 2;
         }}});
   Call call;
-  make_sparse(call, Direction::forward);
+  make_sparse(call, Operation::forward);
   call.data<int32_t>("block_cols")[4] = 1;
   CHECK(call.run() == STROBE_INVALID_ARGUMENT);
   CHECK(std::string(strobe_last_error()).starts_with("block_cols: [4] is 1 after 1"));
 }
 
 TEST_CASE("validate: what is written has memory of its own") {
-  expect_each(make_dense, Direction::forward,
+  expect_each(make_dense, Operation::forward,
               {{"out: strides (504, 126, 0, 1)", stride("out", 2, 0)},
                {"out: strides (504, 126, -6, 1)", stride("out", 2, -6)},
                {"out: strides (504, 126, 5, 1)", stride("out", 2, 5)},
@@ -391,7 +391,7 @@ TEST_CASE("validate: what is written has memory of its own") {
                {"lse: shares memory with out", [](Call &c) { c["lse"].data = c["out"].data; }},
                {"column_sums: strides (152, 38, 0)", stride("column_sums", 2, 0)},
                {"max_logit: shares memory with lse", [](Call &c) { c["max_logit"].data = c["lse"].data; }}});
-  expect_each(make_dense, Direction::backward,
+  expect_each(make_dense, Operation::backward,
               {{"dq: shares memory with q", [](Call &c) { c["dq"].data = c["q"].data; }},
                {"dv: shares memory with dk", [](Call &c) { c["dv"].data = c["dk"].data; }},
                {"dq: shares memory with lse", [](Call &c) { c["lse"].data = c["dq"].data; }},
@@ -401,7 +401,7 @@ TEST_CASE("validate: what is written has memory of its own") {
 TEST_CASE("validate: results may lie between what is read") {
   Call apart, between;
   for (Call *c : {&apart, &between}) {
-    make_dense(*c, Direction::forward);
+    make_dense(*c, Operation::forward);
     for (const char *extra : {"mask", "bias", "alibi_slopes", "sinks", "rng", "seqused_k", "max_logit", "column_sums", "lse"})
       c->drop(extra);
     c->attention.dropout = 0;
@@ -434,7 +434,7 @@ TEST_CASE("validate: results may lie between what is read") {
 
 TEST_CASE("validate: sizes beyond what engines count") {
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   for (const char *extra : {"mask", "bias", "alibi_slopes", "sinks", "rng", "seqused_k", "lse", "max_logit", "column_sums"})
     call.drop(extra);
   for (const char *name : {"q", "k", "v"})
@@ -452,7 +452,7 @@ namespace {
 
 // `batch` sequences of `length` queries and as many keys. They take no memory, because strides are 0.
 void make_many(Call &call, int64_t batch, int64_t length) {
-  make_varlen(call, Direction::forward);
+  make_varlen(call, Operation::forward);
   for (const char *name : {"lse", "max_logit", "column_sums"}) call.drop(name);
   call.attention.max_seqlen_q = call.attention.max_seqlen_k = 0;
   std::vector<int32_t> cu(batch + 1);
@@ -502,7 +502,7 @@ TEST_CASE("validate: many short packed sequences are counted by their tokens") {
 
 TEST_CASE("validate: every reason at once, a line each") {
   Call call;
-  make_dense(call, Direction::backward);
+  make_dense(call, Operation::backward);
   call.attention.dropout = 2;
   call["k"].dtype = STROBE_FLOAT16;
   call["k"].shape[3] = 9;
@@ -520,7 +520,7 @@ TEST_CASE("validate: every reason at once, a line each") {
 
 TEST_CASE("validate: also those of the head dimension, the execution and the engine") {
   Call call;
-  make_dense(call, Direction::forward);
+  make_dense(call, Operation::forward);
   call.add("q", DType::f32, {B, H, Sq, 600}), call.add("k", DType::f32, {B, Hkv, Sk, 600}), call.add("v", DType::f32, {B, Hkv, Sk, 600});
   call.execution.threads = -1, call.attention.engine = "no-such";
   REQUIRE(call.run() == STROBE_INVALID_ARGUMENT);
@@ -534,16 +534,16 @@ TEST_CASE("validate: also those of the head dimension, the execution and the eng
 }
 
 TEST_CASE("validate: what is legal although it looks odd") {
-  auto accepted = [](Make make, Direction direction, const Break &how) {
+  auto accepted = [](Make make, Operation operation, const Break &how) {
     Call call;
-    make(call, direction);
+    make(call, operation);
     how(call);
     CHECK_NOTHROW(call.validated());
   };
   SUBCASE("no batch, no queries, no keys") {
     auto empty = [&](const std::vector<std::string> &names, int axis) {
-      for (Direction direction : {Direction::forward, Direction::backward})
-        accepted(make_dense, direction, [&](Call &c) {
+      for (Operation operation : {Operation::forward, Operation::backward})
+        accepted(make_dense, operation, [&](Call &c) {
           for (const std::string &name : names)
             if (c.has(name)) c[name].shape[axis] = 0, c[name].data = nullptr;
           if (names[0] == "q" && axis == 0 && c.has("max_logit")) c["max_logit"].shape[0] = c["column_sums"].shape[0] = 0;
@@ -557,13 +557,13 @@ TEST_CASE("validate: what is legal although it looks odd") {
     empty({"k", "v", "dk", "dv"}, 2);
   }
   SUBCASE("inputs with strides 0 and negative") {
-    accepted(make_dense, Direction::forward, [](Call &c) {
+    accepted(make_dense, Operation::forward, [](Call &c) {
       c["q"].strides[0] = 0, c["k"].strides[3] = 0;
       c["v"].data = static_cast<float *>(c["v"].data) + (Sk - 1) * Dv, c["v"].strides[2] = -Dv;
     });
   }
   SUBCASE("gradients cut out of one packed tensor") {
-    accepted(make_dense, Direction::backward, [](Call &c) {
+    accepted(make_dense, Operation::backward, [](Call &c) {
       for (const char *name : {"k", "dk", "v", "dv"}) c.add(name, DType::f32, {B, Hkv, Sk, D});
       for (const char *name : {"out", "dout"}) c.add(name, DType::f32, {B, H, Sq, D});
       c.resize_memory("dk", B * Sk * 2 * Hkv * D * sizeof(float)); // (B, Sk, 2, Hkv, D)
@@ -573,15 +573,15 @@ TEST_CASE("validate: what is legal although it looks odd") {
     });
   }
   SUBCASE("upper bounds above every length") {
-    accepted(make_varlen, Direction::forward, set(&strobe_attention::max_seqlen_q, int64_t{1000}));
+    accepted(make_varlen, Operation::forward, set(&strobe_attention::max_seqlen_q, int64_t{1000}));
   }
   SUBCASE("float32 bias with bfloat16") {
-    accepted(make_dense, Direction::forward, [](Call &c) {
+    accepted(make_dense, Operation::forward, [](Call &c) {
       for (const char *name : {"q", "k", "v", "out"}) c[name].dtype = STROBE_BFLOAT16;
     });
   }
   SUBCASE("float64 throughout") {
-    accepted(make_dense, Direction::backward, [](Call &c) {
+    accepted(make_dense, Operation::backward, [](Call &c) {
       for (const NamedSlot &s : kSlots) {
         const std::string name = s.name;
         if (!c.has(name) || name == "mask" || name == "rng" || name == "alibi_slopes" || name == "seqused_k") continue;
@@ -591,7 +591,7 @@ TEST_CASE("validate: what is legal although it looks odd") {
     });
   }
   SUBCASE("the reference writes float64 and needs neither out nor lse") {
-    accepted(make_dense, Direction::backward, [](Call &c) {
+    accepted(make_dense, Operation::backward, [](Call &c) {
       c.attention.engine = "reference";
       c.drop("out"), c.drop("lse");
       for (const char *name : {"dq", "dk", "dv", "dbias", "dsinks"}) {
@@ -605,7 +605,7 @@ TEST_CASE("validate: what is legal although it looks odd") {
 TEST_CASE("validate: what the problem says") {
   SUBCASE("dense") {
     Call call;
-    make_dense(call, Direction::forward);
+    make_dense(call, Operation::forward);
     call.attention.causal = 1;
     call.attention.has_window_left = call.attention.has_window_right = 1;
     call.attention.window_left = Sq + Sk, call.attention.window_right = 9;
@@ -632,7 +632,7 @@ TEST_CASE("validate: what the problem says") {
   }
   SUBCASE("varlen") {
     Call call;
-    make_varlen(call, Direction::backward);
+    make_varlen(call, Operation::backward);
     const Problem p = call.validated();
     CHECK(p.batch == 2);
     CHECK(p.seqlen_q == 13);
@@ -647,7 +647,7 @@ TEST_CASE("validate: what the problem says") {
   }
   SUBCASE("sparse") {
     Call call;
-    make_sparse(call, Direction::forward);
+    make_sparse(call, Operation::forward);
     const Problem p = call.validated();
     CHECK(p.blocks.present);
     CHECK(p.blocks.transposed);

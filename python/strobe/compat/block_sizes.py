@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import attention
-from .._abi import outside_graphs
+from .._abi import FORWARD, outside_graphs
 from .._checks import refuse
 from .._options import MAX_HEAD_DIM_V
 from .._parse import parse
@@ -74,7 +74,7 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
     """(Bc, Br) that Strobe itself chooses for a forward of one float32 head of that size, on the GPU if there is one."""
     refuse(integer_or_refusal("sequence_length", sequence_length, 1), integer_or_refusal("head_dim", head_dim, 1, MAX_HEAD_DIM_V))
     x = torch.empty(1, 1, sequence_length, head_dim, device="cuda" if torch.cuda.is_available() else "cpu")
-    Br, Bc = parse("attention", x, x, x, {}, []).tile(of_backward=False)
+    Br, Bc = parse("attention", x, x, x, {}, []).tile(FORWARD)
     return Bc, Br
 
 

@@ -362,19 +362,19 @@ def _apart(call: Call) -> bool:
     return "part" in call.options and call.arrays["q"].device.type in CAPTURED_APART
 
 
-def check(call: Call, of_backward: bool, captured: Sequence[str] = ()) -> list[int]:
+def check(call: Call, operation: int, captured: Sequence[str] = ()) -> list[int]:
     """Raises the library's refusals of the call, or of its backward; nothing is computed. Memory for the results, and on a GPU for the
     workspace, is allocated and given back to the allocator for later allocations. Returns the size of each in bytes. captured: the captured
     tensors whose gradients are asked for."""
     if captured and _apart(call):
-        return [*check(call, of_backward), *_checked(call, of_backward, captured)]
-    return _checked(call, of_backward, captured)
+        return [*check(call, operation), *_checked(call, operation, captured)]
+    return _checked(call, operation, captured)
 
 
-def _checked(call: Call, of_backward: bool, captured: Sequence[str]) -> list[int]:
-    structs = call.example_structs(of_backward, captured)
+def _checked(call: Call, operation: int, captured: Sequence[str]) -> list[int]:
+    structs = call.example_structs(operation, captured)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
-    structs.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+    structs.run(lib.strobe_make_plan, operation, plan)
     q, asked = call.arrays["q"], [x.nbytes for x in structs.made.values()]
     if q.is_cuda:
         asked.append(plan.workspace_bytes)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .._abi import outside_graphs
+from .._abi import BACKWARD, FORWARD, outside_graphs
 from .._checks import Wrong, flag, refusal
 from ..arrays.torch import TORCH
 from . import _operators
@@ -54,7 +54,7 @@ def explain(
     call = RankCall(of_caller, plan, rank, Waits(group, None), needs, sms_for_transfers(parsed.method, of, backward), levels=levels)
     try:
         check_shapes(call)
-        this_call = METHODS[parsed.method].Forward(call).example().explain(backward)
+        this_call = METHODS[parsed.method].Forward(call).example().explain(BACKWARD if backward else FORWARD)
     except ValueError as refused:
         raise in_own_words(call, refused) from None
     shares = [pairs(plan, r) for r in range(plan.world)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _eager, _prepared
+from .._abi import OPERATIONS
 from .._autograd import DifferentiatedOnce, below_autograd, is_seen_by_dispatcher, is_tracked
 from .._call import Call
 from .._function import CAPTURED
@@ -206,7 +207,7 @@ def _started(of_caller: Call, own: _Own, of: str, build: Callable[[RankCall], Pa
         call.reserved_sms = _judge(call, own, of) if known is None else known.reserved_sms
         made = build(call)
         if known is None:
-            known = Judged(plan, call.reserved_sms, check(made.example(), of == "backward", call.captured), _signature(call, own, of))
+            known = Judged(plan, call.reserved_sms, check(made.example(), OPERATIONS[of], call.captured), _signature(call, own, of))
             if key is not None:
                 _prepared.CALLS.keep(key, known)
         else:
@@ -361,7 +362,9 @@ class _DistributedAttention(torch.autograd.Function):
 
         tensors = dout, dlse, out, lse, *saved, q, k, v, *captured, *arrays
         found = iter(
-            DifferentiatedOnce.apply("strobe.distributed.attention", compute, *tensors) if is_tracked(*tensors) else compute(tensors)
+            DifferentiatedOnce.apply("strobe.distributed.attention", "second", compute, *tensors)
+            if is_tracked(*tensors)
+            else compute(tensors)
         )
         gradients = [next(found) if needed else None for needed in rest["needed"]]
         return *gradients[:_BEFORE_CAPTURED], None, *gradients[_BEFORE_CAPTURED : _BEFORE_CAPTURED + count]

@@ -14,6 +14,7 @@ from rich.table import Table
 
 import strobe
 from strobe import _tuning
+from strobe._abi import BACKWARD, FORWARD
 from strobe._options import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from strobe._parse import parse
 from strobe_tools.requirements import require
@@ -128,7 +129,7 @@ def measure(case: Case, repeats: int) -> Found:
     options: dict[str, Any] = {"causal": case.causal, "engine": case.engine, "deterministic": case.deterministic}
 
     def tile_of(**wish: int) -> Tile:
-        return parse("tune", q, k, v, {**options, **wish}, []).tile(case.backward)
+        return parse("tune", q, k, v, {**options, **wish}, []).tile(BACKWARD if case.backward else FORWARD)
 
     usual = tile_of()
     tiles = {tile_of(tile_q=q_, tile_k=k_) for q_, k_ in product(TILES_Q, TILES_K)}

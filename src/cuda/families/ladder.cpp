@@ -52,18 +52,18 @@ struct Needs {
   int64_t threads, shared_bytes, sums;
 };
 
-Needs needs(Kind kind, const Config &c, Direction direction) {
+Needs needs(Kind kind, const Config &c, Operation operation) {
   if (kind == Kind::naive) {
     const int64_t shared = max(c.shared_scores(), max(c.shared_product(), c.shared_product_t()));
     return {.threads = 256, .shared_bytes = shared, .sums = c.sums_naive()};
   }
-  if (direction == Direction::forward) return {c.threads_forward(), c.shared_forward(), c.sums_forward()};
+  if (operation == Operation::forward) return {c.threads_forward(), c.shared_forward(), c.sums_forward()};
   return {c.threads_backward(), c.shared_backward(), c.sums_backward()};
 }
 
 // The reason why a tile does not fit the device; empty if it does.
-std::string too_large(Kind kind, const Config &c, Direction direction, const Device &device) {
-  const Needs n = needs(kind, c, direction);
+std::string too_large(Kind kind, const Config &c, Operation operation, const Device &device) {
+  const Needs n = needs(kind, c, operation);
   const std::string tile = text("a tile of (", c.tile_q, ", ", c.tile_k, ") at head dimension ", c.head_dim);
   if (n.shared_bytes > device.shared_per_block)
     return text(tile, " takes ", n.shared_bytes, " bytes of shared memory; a thread block has ", device.shared_per_block);
@@ -80,8 +80,8 @@ public:
   bool only_by_name() const override { return true; }
 
 protected:
-  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
-    if (std::string reason = against(p, direction, device); !reason.empty()) return reason;
+  Made program(const Problem &p, Operation operation, const Device &device, Scratch &scratch) const override {
+    if (std::string reason = against(p, operation, device); !reason.empty()) return reason;
     Program made;
     Config c{};
     c.dtype = i32(p.dtype);
@@ -89,11 +89,11 @@ protected:
     c.head_dim = i32((p.head_dim + unit - 1) / unit * unit);
     if (kind_ == Kind::tensor_cores)
       c.aligned = aligned(p.q, p.head_dim) && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim) && aligned(p.dout, p.head_dim);
-    if (std::string reason = choose_tile(p, direction, device, c, made.notes); !reason.empty()) return reason;
+    if (std::string reason = choose_tile(p, operation, device, c, made.notes); !reason.empty()) return reason;
     made.tile_q = c.tile_q, made.tile_k = c.tile_k;
     made.kernel = words_;
-    made.predicted_seconds = predicted(p, direction, device);
-    if (direction == Direction::forward)
+    made.predicted_seconds = predicted(p, operation, device);
+    if (operation == Operation::forward)
       forward(p, c, scratch, made.steps);
     else
       backward(p, c, scratch, made.steps);
@@ -104,7 +104,7 @@ private:
   const char *name_, *words_;
   Kind kind_;
 
-  std::string against(const Problem &p, Direction direction, const Device &device) const {
+  std::string against(const Problem &p, Operation operation, const Device &device) const {
     if (kind_ == Kind::tensor_cores) {
       if (p.dtype != DType::f16 && p.dtype != DType::bf16) return "float16 and bfloat16 only";
       if (device.cc < 80) return "mma.sync m16n8k16 wants compute capability 8.0 or later";
@@ -112,14 +112,14 @@ private:
       return "float32 only";
     }
     if (std::string reason = ladder::against(p); !reason.empty()) return reason;
-    if (p.deterministic && direction == Direction::backward && (kind_ == Kind::flash2 || kind_ == Kind::tensor_cores))
+    if (p.deterministic && operation == Operation::backward && (kind_ == Kind::flash2 || kind_ == Kind::tensor_cores))
       return "not deterministic: dQ is summed by atomic additions, in whatever order the thread blocks come";
     return {};
   }
 
   // The requested tile, rounded up to multiples of 16, or else the first tile that fits. Returns the reason against the requested tile, or
   // an empty text.
-  std::string choose_tile(const Problem &p, Direction direction, const Device &device, Config &c, std::vector<std::string> &notes) const {
+  std::string choose_tile(const Problem &p, Operation operation, const Device &device, Config &c, std::vector<std::string> &notes) const {
     auto wished = [&notes](const char *what, int64_t wish) -> i32 {
       const int64_t rounded = (std::min<int64_t>(wish, 1 << 16) + 15) / 16 * 16;
       if (wish > 0 && rounded != wish) notes.push_back(text(what, " ", wish, " rounded to ", rounded, ": tiles are multiples of 16"));
@@ -129,16 +129,16 @@ private:
     static constexpr std::pair<i32, i32> kTiles[] = {{64, 64}, {64, 32}, {32, 32}, {32, 16}, {16, 16}};
     std::string reason;
     // Measured on an H200: the fastest tile of FlashAttention-2's forward is (64, 32), with which two CTAs share an SM.
-    for (size_t i = kind_ == Kind::flash2 && direction == Direction::forward; i < std::size(kTiles); i++) {
+    for (size_t i = kind_ == Kind::flash2 && operation == Operation::forward; i < std::size(kTiles); i++) {
       c.tile_q = wish_q ? wish_q : kTiles[i].first, c.tile_k = wish_k ? wish_k : kTiles[i].second;
-      reason = too_large(kind_, c, direction, device);
+      reason = too_large(kind_, c, operation, device);
       if (reason.empty()) break;
     }
     return reason;
   }
 
-  double predicted(const Problem &p, Direction direction, const Device &device) const {
-    const double products = direction == Direction::forward ? 4 : 10;
+  double predicted(const Problem &p, Operation operation, const Device &device) const {
+    const double products = operation == Operation::forward ? 4 : 10;
     const double flops = products * double(p.batch) * double(p.heads) * double(p.seqlen_q) * double(p.seqlen_k) * double(p.head_dim);
     return flops / (64 * device.sms * device.clock_hz); // a quarter of the FP32 peak; no choice depends on this time
   }

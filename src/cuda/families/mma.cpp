@@ -223,7 +223,7 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
     ends = (kDecodeBlockSeconds + kMergedRowSeconds * double(std::min<int64_t>(rows, c.tile_q))) * std::max(1.0, blocks / device.sms);
     if (!p.quantised() && !wide(p)) ends *= kExposed, reading *= 1 + kReread * double(tiles(rows, c.tile_q) - 1);
   } else {
-    computing = seconds(walks(p, Direction::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, kBlockSeconds, splits);
+    computing = seconds(walks(p, Operation::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, kBlockSeconds, splits);
   }
   return kLaunchSeconds + ends + std::max(computing, reading) + (splits > 1 ? combining_seconds(p) : 0);
 }
@@ -256,16 +256,16 @@ protected:
   bool computes_parts() const override { return true; }
   bool reads_pages() const override { return true; }
   bool reads_quantised() const override { return true; }
-  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
+  Made program(const Problem &p, Operation operation, const Device &device, Scratch &scratch) const override {
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) return text("takes float16 and bfloat16, not ", strobe::name(p.dtype));
     if (device.cc < 75) return text(device.name, " has no mma.sync of this shape: sm_75 or newer is needed, this is sm_", device.cc);
     if (device.cc < 80 && p.dtype == DType::bf16)
       return text(device.name, " multiplies no bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
-    if (p.invariant && p.bias && direction == Direction::backward) return kNoInvariantBias;
-    if (p.invariant && direction == Direction::forward)
+    if (p.invariant && p.bias && operation == Operation::backward) return kNoInvariantBias;
+    if (p.invariant && operation == Operation::forward)
       if (std::string reason = cuts_blocks(p, kInvariantKeys); !reason.empty()) return reason;
-    if (direction == Direction::backward) return mma_backward(p, device, scratch);
+    if (operation == Operation::backward) return mma_backward(p, device, scratch);
     return forward(p, device, scratch);
   }
 

@@ -96,7 +96,7 @@ constexpr double kFlopPerClock = 1370, kBiasPerClock = 1400, kLaunchSeconds = 3e
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, double speed, const Device &device, size_t launches) {
   const double columns = c.head_dim + c.head_dim_v;
-  const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k);
+  const Walks w = walks(p, Operation::backward, c.tile_q, c.tile_k);
   const double score = 5 * columns / (speed * kFlopPerClock * device.clock_hz) + kStepSeconds / double(c.tile_q * c.tile_k);
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
   const double missing = missing_seconds(p, w, device, c.tile_k, bundle_of_heads(c.deterministic), 8 * c.head_dim + 2 * c.head_dim_v);

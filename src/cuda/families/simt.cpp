@@ -150,8 +150,8 @@ protected:
   bool unrolls_functions() const override { return false; }
   bool reads_pages() const override { return true; }
   bool reads_quantised() const override { return true; }
-  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
-    return direction == Direction::forward ? forward(p, device, scratch) : backward(p, device, scratch);
+  Made program(const Problem &p, Operation operation, const Device &device, Scratch &scratch) const override {
+    return operation == Operation::forward ? forward(p, device, scratch) : backward(p, device, scratch);
   }
 
 private:
@@ -161,11 +161,11 @@ private:
     describe_tile(program, p, c.tile_q, c.tile_k, c.copy != simt::kElements);
     describe_width(program, p);
   }
-  static double predicted_seconds(const Problem &p, const Config &c, const Device &device, Direction direction, size_t launches,
+  static double predicted_seconds(const Problem &p, const Config &c, const Device &device, Operation operation, size_t launches,
                                   int64_t parts) {
-    const int64_t shared = shared_bytes(c, direction == Direction::forward ? Kind::forward : Kind::backward);
+    const int64_t shared = shared_bytes(c, writes(operation, kGradients) ? Kind::backward : Kind::forward);
     const Workload work{.problem = p,
-                        .direction = direction,
+                        .operation = operation,
                         .device = device,
                         .rate = rate(device, p.dtype),
                         .operations = 0.5, // one FMA for each column of Q or V
@@ -189,7 +189,7 @@ private:
     describe(program, p, *c);
     program.steps.push_back(with_scales(p, kForward, *c, ctas * a.splits, c->threads(), c->forward_shared_bytes(), a));
     combine_splits(program, p, a);
-    program.predicted_seconds = predicted_seconds(p, *c, device, Direction::forward, program.steps.size(), a.splits);
+    program.predicted_seconds = predicted_seconds(p, *c, device, Operation::forward, program.steps.size(), a.splits);
     return program;
   }
 
@@ -220,7 +220,7 @@ private:
           .main = Launch(kBackward, *c, tiles_k, c->threads(), shared, a),
           .dq = dq_from_sum(p, a, c->head_dim),
           .dbias = bias_gradient(p, *of_bias, a)});
-    program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size() - bool(p.dbias), 1);
+    program.predicted_seconds = predicted_seconds(p, *c, device, Operation::backward, program.steps.size() - bool(p.dbias), 1);
     captured_gradients(program, p, device, a, scratch, captured_passes(p, *of_captured, device));
     return program;
   }

@@ -137,7 +137,7 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   constexpr double kStart = 5.2e-6, kBlockSeconds = 2.5e-6; // measured on an H200: per call, and per thread block
   Problem of_pieces = p;
   of_pieces.heads = work.pieces;
-  const Walks w = walks(of_pieces, Direction::forward, work.rows.queries * c.warpgroups, c.tile_k);
+  const Walks w = walks(of_pieces, Operation::forward, work.rows.queries * c.warpgroups, c.tile_k);
   const double flop = 2.0 * (c.head_dim + c.head_dim_v) * 64 / double(work.rows.queries);
   double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / flop, kBlockSeconds, work.splits);
   if (p.quantised()) { // each tile of queries has the keys that it walks over dequantised
@@ -211,9 +211,9 @@ protected:
   bool computes_parts() const override { return true; }
   bool reads_pages() const override { return true; }
   bool reads_quantised() const override { return true; }
-  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
+  Made program(const Problem &p, Operation operation, const Device &device, Scratch &scratch) const override {
     if (std::string reason = against_call(p, device); !reason.empty()) return reason;
-    return direction == Direction::backward ? sm90_backward(p, device, scratch) : forward(p, device, scratch);
+    return operation == Operation::backward ? sm90_backward(p, device, scratch) : forward(p, device, scratch);
   }
 
 private:

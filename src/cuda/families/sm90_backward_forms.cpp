@@ -176,7 +176,7 @@ std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, co
 bool pays_to_own_dq(const Problem &p, const BackwardConfig &own, const BackwardConfig &apart, const Device &device) {
   constexpr double kTile = 2.74e-6, kColumnOfStagedTile = 18e-9, kLaunch = 0.5e-6;
   const double owned = std::ceil(double(p.batch * p.heads_kv) / device.sms) * double(tiles(p.seqlen_k, own.tile_k()));
-  const Walks w = walks(p, Direction::backward, apart.tile_q, apart.tile_k());
+  const Walks w = walks(p, Operation::backward, apart.tile_q, apart.tile_k());
   const double others = std::max(1.0, w.last(device.sms) / w.mean); // key tiles that an SM computes in the form `apart`
   const bool staged = stages_keys(p, apart, tiles_with_keys(p, apart.tile_k()), device);
   const double tile = staged ? kColumnOfStagedTile * (own.head_dim + own.head_dim_v) : kTile;

@@ -123,7 +123,7 @@ Problem of_shares(const Problem &p, int64_t shares) {
 }
 
 Walks walks_of(const Problem &p, const BackwardConfig &c) {
-  const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
+  const Walks w = walks(p, Operation::backward, c.tile_q, c.tile_k());
   if (!c.owns_dq) return w;
   const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k())); // of one walk over all key tiles of a (batch, key head) pair
   return {w.scores() / all, all, all};

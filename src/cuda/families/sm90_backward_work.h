@@ -20,7 +20,7 @@ inline int64_t larger_dim(const Problem &p) { return std::max(p.head_dim, p.head
 inline bool beyond_128_keys(const Problem &p) { return larger_dim(p) > kMostDimOf128Keys; }
 // The mean number of scores in the walk of a key tile over query tiles.
 inline double mean_walk(const Problem &p, const sm90::BackwardConfig &c) {
-  return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean;
+  return walks(p, Operation::backward, c.tile_q, c.tile_k()).mean;
 }
 
 // The number of key tiles that may have keys. (Unless tiles are numbered, packed sequences also have empty tiles.)

@@ -42,8 +42,8 @@ constexpr Tile kBackwardTiles[] = {
     {.most_dims = 256, .q = 32, .k = 32, .warps = 2, .stages = 1, .blocks_per_sm = 4},
 };
 
-Config config_for(const Problem &p, Direction direction) {
-  const bool forward = direction == Direction::forward;
+Config config_for(const Problem &p, Operation operation) {
+  const bool forward = operation == Operation::forward;
   Config c = begin_config<Config>(p, 32);
   c.products = p.allow_tf32 ? 1 : 3;
   c.aligned = forward ? aligned({&p.q, &p.k}, p.head_dim) && aligned({&p.v, &p.out}, p.head_dim_v)
@@ -59,18 +59,18 @@ Config with(Config c, const Tile &tile) {
   return c;
 }
 
-int32_t shared_bytes(const Config &c, Direction direction) {
-  return direction == Direction::forward ? c.forward_shared_bytes() : c.backward_shared_bytes();
+int32_t shared_bytes(const Config &c, Operation operation) {
+  return operation == Operation::forward ? c.forward_shared_bytes() : c.backward_shared_bytes();
 }
 
 // The first tile that fits; if a tile is requested, the nearest to it.
-std::optional<Config> choose(const Problem &p, const Device &device, Direction direction) {
-  const bool forward = direction == Direction::forward;
-  const Config any = config_for(p, direction);
+std::optional<Config> choose(const Problem &p, const Device &device, Operation operation) {
+  const bool forward = operation == Operation::forward;
+  const Config any = config_for(p, operation);
   const std::span<const Tile> tiles = forward ? std::span<const Tile>(kForwardTiles) : kBackwardTiles;
   const Tile *best = cheapest(tiles, [&](const Tile &tile) {
     const bool fits =
-        any.head_dim + any.head_dim_v <= tile.most_dims && shared_bytes(with(any, tile), direction) <= device.shared_per_block;
+        any.head_dim + any.head_dim_v <= tile.most_dims && shared_bytes(with(any, tile), operation) <= device.shared_per_block;
     return fits && divides_blocks(p, tile.q, forward ? 1 : tile.k) ? distance(p, tile.q, tile.k) : kCannotRun;
   });
   return best ? std::optional(with(any, *best)) : std::nullopt;
@@ -100,7 +100,7 @@ public:
 
 protected:
   bool reads_pages() const override { return true; }
-  Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
+  Made program(const Problem &p, Operation operation, const Device &device, Scratch &scratch) const override {
     if (p.dtype != DType::f32) return text("takes float32, not ", strobe::name(p.dtype));
     if (device.cc < 80) return text(device.name, " has no TF32: sm_80 or newer is needed, this is sm_", device.cc);
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
@@ -112,7 +112,7 @@ protected:
         return text("head dimensions under ", kFewestColumns, ": FP32 rounds a sum of so few products less than TF32's parts do");
       if (function_of(p) == kHyperbolic) return "a Lorentz product cancels, which shows what TF32's parts leave of FP32's last bits";
     }
-    return direction == Direction::forward ? forward(p, device, scratch) : backward(p, device, scratch);
+    return operation == Operation::forward ? forward(p, device, scratch) : backward(p, device, scratch);
   }
 
 private:
@@ -120,10 +120,10 @@ private:
 
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
     // The backward computes P again from this forward's LSE. Both must use the same arithmetic, or rows of P no longer sum to 1.
-    if (exceeds_registers(p) || !choose(p, device, Direction::backward))
+    if (exceeds_registers(p) || !choose(p, device, Operation::backward))
       return "takes no forward whose backward it would leave to another arithmetic: dK and dV of these head dimensions or blocks do not "
              "fit";
-    const std::optional<Config> c = choose(p, device, Direction::forward);
+    const std::optional<Config> c = choose(p, device, Operation::forward);
     if (!c) return no_tile(device);
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c->tile_q);
@@ -135,13 +135,13 @@ private:
     describe(program, p, *c);
     program.steps.push_back(Launch(kForward, *c, ctas * a.splits, c->threads(), c->forward_shared_bytes(), a));
     combine_splits(program, p, a);
-    program.predicted_seconds = predicted_seconds(p, *c, device, Direction::forward, program.steps.size(), a.splits);
+    program.predicted_seconds = predicted_seconds(p, *c, device, Operation::forward, program.steps.size(), a.splits);
     return program;
   }
 
   static Made backward(const Problem &p, const Device &device, Scratch &scratch) {
     if (exceeds_registers(p)) return "dK and dV of head dimensions beyond 256 together do not fit the registers";
-    const std::optional<Config> c = choose(p, device, Direction::backward);
+    const std::optional<Config> c = choose(p, device, Operation::backward);
     if (!c || !tensor_cores_settle(p, device)) return no_tile(device);
     if (std::string reason = captured_refusal(p, device); !reason.empty()) return reason;
     BackwardArguments a = backward_arguments(p);
@@ -160,7 +160,7 @@ private:
           .main = Launch(kBackward, *c, ctas, c->threads(), c->backward_shared_bytes(), a),
           .dq = dq_from_sum(p, a, c->head_dim),
           .dbias = bias_gradient(p, device, a)});
-    program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size(), 1);
+    program.predicted_seconds = predicted_seconds(p, *c, device, Operation::backward, program.steps.size(), 1);
     captured_gradients(program, p, device, a, scratch);
     return program;
   }
@@ -170,14 +170,14 @@ private:
                           " warps, head dimensions ", c.head_dim, " and ", c.head_dim_v);
     describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);
   }
-  static double predicted_seconds(const Problem &p, const Config &c, const Device &device, Direction direction, size_t launches,
+  static double predicted_seconds(const Problem &p, const Config &c, const Device &device, Operation operation, size_t launches,
                                   int64_t parts) {
     const Workload work{.problem = p,
-                        .direction = direction,
+                        .operation = operation,
                         .device = device,
                         .rate = rate(device),
                         .operations = double(c.products), // 2 FLOP for each column of Q or V, in each product
-                        .resident = resident(device, shared_bytes(c, direction), c.blocks_per_sm),
+                        .resident = resident(device, shared_bytes(c, operation), c.blocks_per_sm),
                         .launches = launches,
                         .parts = parts};
     return seconds(work, kMeasured, c.tile_q, c.tile_k, c.head_dim, c.head_dim_v);

@@ -170,7 +170,7 @@ private:
   }
 
   void predict(Program &program, size_t steps) const {
-    const double scores = walks(p_, Direction::forward, passes_.tile_q, passes_.tile_k).scores();
+    const double scores = walks(p_, Operation::forward, passes_.tile_q, passes_.tile_k).scores();
     const double pass = kLaunchSeconds * double(steps) + launches_ * scores * passes_.score_seconds / device_.sms;
     program.predicted_seconds += pass;
     std::string how;

@@ -54,7 +54,7 @@ void load_all(const Program &program, const Device &on) {
 
 std::string CudaEngine::missing() const { return devices_missing(); }
 
-Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction direction) const {
+Answer CudaEngine::plan_on(const Device &device, const Problem &call, Operation operation) const {
   if (call.seqlen_q > kMostPositions || call.seqlen_k > kMostPositions) return text("a sequence is longer than 2^30 = ", kMostPositions);
   if (call.batch > kMostCtas || call.heads > kMostCtas) return text("more than ", kMostCtas, " sequences or heads");
   if (call.part.most_q > kMostPositions || call.part.most_k > kMostPositions)
@@ -63,11 +63,11 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (call.page_size && !reads_pages()) return "k and v in pages: it reads one tensor each";
   if (call.quantised() && !reads_quantised()) return text("k and v in ", strobe::name(call.quantised_as), ": it reads q's dtype");
   if (call.accumulate && !computes_parts()) return "no accumulate: it writes gradients, and adds to none";
-  if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
+  if (call.blocks.present && writes(operation, kGradients) && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
   Problem p = marked(call);
   make_functions(p);
-  const TunedTile *tile = tuned(p, direction, device);
+  const TunedTile *tile = tuned(p, operation, device);
   if (tile)
     p.wishes = {.engine = std::move(p.wishes.engine),
                 .tile_q = tile->q,
@@ -81,13 +81,13 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   std::vector<Launch> first;
   if (p.part) first = part_table(p, scratch);
   if (std::optional<Launch> ahead = compute_ahead(p, scratch)) first.push_back(std::move(*ahead));
-  Made made = program(p, direction, device, scratch);
+  Made made = program(p, operation, device, scratch);
   if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
   program->predicted_seconds += ahead_seconds(p, device);
   if (unrolls_functions() && function_instructions(p) > kMostUnrolled) program->predicted_seconds *= kUnrolled;
   if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
-  if (p.varlen || (p.seqused_k && direction == Direction::backward)) program->steps.push_back(padding(p, direction));
+  if (p.varlen || (p.seqused_k && writes(operation, kGradients))) program->steps.push_back(padding(p, operation));
   if (p.auxiliary()) auxiliary(*program, p, device, scratch);
   for (std::string &note : ahead_in_words(p)) program->notes.push_back(std::move(note));
   program->steps.insert(program->steps.begin(), first.begin(), first.end());
@@ -114,21 +114,21 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
 
 const Program &program_of(const Plan &plan) { return *static_cast<const Program *>(plan.program.get()); }
 
-const TunedTile *CudaEngine::tuned(const Problem &p, Direction direction, const Device &device) const {
+const TunedTile *CudaEngine::tuned(const Problem &p, Operation operation, const Device &device) const {
   const Tuning &table = tuning(device);
   if (table.empty() || p.wishes.tile_q || p.wishes.tile_k) return nullptr;
-  const std::optional<TuningKey> key = tuning_key(name(), direction, p);
+  const std::optional<TuningKey> key = tuning_key(name(), operation, p);
   return key ? table.find(*key) : nullptr;
 }
 
-Answer CudaEngine::plan(const Problem &p, const Execution &execution, Direction direction) const {
+Answer CudaEngine::plan(const Problem &p, const Execution &execution, Operation operation) const {
   const Device &whole = device(p.device_index);
   if (execution.reserved_sms >= whole.sms)
     refuse("execution.reserved_sms", Code::value, "{0}; accepted is 0 to {1}, one fewer than the GPU has", execution.reserved_sms,
            whole.sms - 1);
   Device on = whole;
   on.sms -= execution.reserved_sms;
-  Answer answer = plan_on(on, p, direction);
+  Answer answer = plan_on(on, p, operation);
   if (Plan *plan = std::get_if<Plan>(&answer)) {
     if (execution.reserved_sms)
       plan->notes.push_back(
@@ -152,7 +152,7 @@ Workspace CudaEngine::allocate(const Problem &p, const Execution &execution, uin
   });
 }
 
-void CudaEngine::run(const Problem &p, const Execution &execution, Direction, const Plan &plan, void *workspace) const {
+void CudaEngine::run(const Problem &p, const Execution &execution, Operation, const Plan &plan, void *workspace) const {
   const Device &on = device(p.device_index);
   DeviceGuard guard(on); // the driver needs a context to encode tensor maps
   const CUstream stream = static_cast<CUstream>(execution.stream);

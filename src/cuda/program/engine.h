@@ -16,11 +16,11 @@ public:
   using Made = std::variant<Program, std::string>;
   int32_t device_type() const override { return STROBE_CUDA; }
   std::string missing() const override;
-  Answer plan(const Problem &, const Execution &, Direction) const override;
+  Answer plan(const Problem &, const Execution &, Operation) const override;
   Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const override; // from the stream's memory pool
-  void run(const Problem &, const Execution &, Direction, const Plan &, void *workspace) const override;
+  void run(const Problem &, const Execution &, Operation, const Plan &, void *workspace) const override;
   // plan() for a device that may be only described.
-  Answer plan_on(const Device &, const Problem &, Direction) const;
+  Answer plan_on(const Device &, const Problem &, Operation) const;
 
 protected:
   // Whether the family supports parts of larger problems, and can add to existing gradients.
@@ -33,11 +33,11 @@ protected:
   // spill kilobytes.
   virtual bool unrolls_functions() const { return true; }
   // The program for a call whose addresses are marks.
-  virtual Made program(const Problem &, Direction, const Device &, Scratch &) const = 0;
+  virtual Made program(const Problem &, Operation, const Device &, Scratch &) const = 0;
 
 private:
   // The tuned tile, which is requested if the caller requests none; null if there is none.
-  const TunedTile *tuned(const Problem &, Direction, const Device &) const;
+  const TunedTile *tuned(const Problem &, Operation, const Device &) const;
 };
 
 // The program that a plan of a CudaEngine runs.

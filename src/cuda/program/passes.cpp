@@ -279,18 +279,18 @@ void auxiliary(Program &program, const Problem &p, const Device &device, Scratch
   program.notes.push_back(auxiliary_note(p, pass, program.predicted_seconds));
 }
 
-Launch padding(const Problem &p, Direction direction) {
+Launch padding(const Problem &p, Operation operation) {
   constexpr int64_t most = 128; // thread blocks for long padding after few sequences
   const passes::PaddingConfig c{.dtype = int32_t(p.dtype),
-                                .backward = direction == Direction::backward,
+                                .backward = writes(operation, kGradients),
                                 .packed = p.varlen,
                                 .seqused = features_of(p).seqused,
                                 .pages = features_of(p).pages,
                                 .partial = p.part.partial,
-                                .adds = direction == Direction::backward && p.accumulate};
+                                .adds = writes(operation, kGradients) && p.accumulate};
   const int64_t groups = p.batch + c.packed, grid = groups * std::max<int64_t>(1, most / std::max<int64_t>(1, groups));
-  return direction == Direction::forward ? Launch(kPadding, c, grid, c.threads(), 0, forward_arguments(p))
-                                         : Launch(kPadding, c, grid, c.threads(), 0, backward_arguments(p));
+  return !writes(operation, kGradients) ? Launch(kPadding, c, grid, c.threads(), 0, forward_arguments(p))
+                                        : Launch(kPadding, c, grid, c.threads(), 0, backward_arguments(p));
 }
 
 } // namespace strobe::cuda

@@ -90,6 +90,6 @@ std::optional<Launch> bias_gradient(const Problem &, const Device &, const Backw
 // that says how much.
 void auxiliary(Program &, const Problem &, const Device &, Scratch &);
 
-Launch padding(const Problem &, Direction); // packed tokens of no sequence: results 0, LSE -inf
+Launch padding(const Problem &, Operation); // packed tokens of no sequence: results 0, LSE -inf
 
 } // namespace strobe::cuda

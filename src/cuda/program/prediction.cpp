@@ -38,8 +38,8 @@ Walked walked(const Band &band, int64_t own, int64_t step, int64_t align, int64_
   return w;
 }
 
-Walks walks(const Problem &p, Direction direction, int64_t tile_q, int64_t tile_k) {
-  const bool forward = direction == Direction::forward, bounded = p.window_left != kUnbounded || p.window_right != kUnbounded;
+Walks walks(const Problem &p, Operation operation, int64_t tile_q, int64_t tile_k) {
+  const bool forward = !writes(operation, kGradients), bounded = p.window_left != kUnbounded || p.window_right != kUnbounded;
   const i64 own = forward ? tile_q : tile_k, step = forward ? tile_k : tile_q;
   Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   if (!forward) band = band.transposed();
@@ -101,12 +101,12 @@ double seconds(const Walks &w, const Device &device, int64_t resident, double ra
 }
 
 double seconds(const Workload &work, const Measured &measured, int64_t tile_q, int64_t tile_k, int64_t head_dim, int64_t head_dim_v) {
-  const auto &[p, direction, device, rate, operations, resident, launches, parts] = work;
-  const bool forward = direction == Direction::forward;
+  const auto &[p, operation, device, rate, operations, resident, launches, parts] = work;
+  const bool forward = !writes(operation, kGradients);
   const double of_score = double(forward ? 2 : p.dbias ? 7 : 5) * double(head_dim + head_dim_v) * operations;
   const double scores = measured.share_of_peak[!forward] * rate * device.clock_hz / of_score; // per second and SM
   return measured.launch_seconds * double(launches) + (forward ? 0 : rows_seconds(p, head_dim, head_dim_v)) +
-         seconds(walks(p, direction, tile_q, tile_k), device, resident, scores, measured.block_seconds[!forward], parts) +
+         seconds(walks(p, operation, tile_q, tile_k), device, resident, scores, measured.block_seconds[!forward], parts) +
          (parts > 1 ? combining_seconds(p) : 0);
 }
 

@@ -15,7 +15,7 @@ struct Walks {
   // Blocks run concurrently in `slots` slots. The scores that one slot computes until all blocks are done.
   double last(double slots) const;
 };
-Walks walks(const Problem &, Direction, int64_t tile_q, int64_t tile_k);
+Walks walks(const Problem &, Operation, int64_t tile_q, int64_t tile_k);
 
 // The walks of the tiles of one sequence. A tile of `own` rows walks over the columns that its rows see, in whole tiles of `step` columns
 // from a multiple of `align` on. In a long sequence only about `samples` tiles are computed.
@@ -40,7 +40,7 @@ struct Measured {
 };
 struct Workload {
   const Problem &problem;
-  Direction direction;
+  Operation operation;
   const Device &device;
   double rate, operations; // rate: operations per clock and SM; operations: for one score and column of Q or V, in one product
   int64_t resident;

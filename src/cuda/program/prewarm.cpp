@@ -7,13 +7,13 @@ namespace strobe::cuda {
 namespace {
 
 // The plan with the ordinary choice of engine and tile, for a GPU of this compute capability.
-Plan plan(const Problem &p, Direction direction, int cc) {
+Plan plan(const Problem &p, Operation operation, int cc) {
   const Device device = described(cc);
   const auto may_run = [&p](const Engine &engine) {
     return p.wishes.engine.empty() ? !engine.only_by_name() : p.wishes.engine == engine.name();
   };
-  Choice choice = choose(p, direction, [&](const Engine &engine, const Problem &p, Direction direction) -> Answer {
-    return may_run(engine) ? static_cast<const CudaEngine &>(engine).plan_on(device, p, direction) : "not asked";
+  Choice choice = choose(p, operation, [&](const Engine &engine, const Problem &p, Operation operation) -> Answer {
+    return may_run(engine) ? static_cast<const CudaEngine &>(engine).plan_on(device, p, operation) : "not asked";
   });
   if (choice.chosen >= 0) return std::get<Plan>(std::move(choice.rows[choice.chosen].answer));
   std::string reasons;
@@ -33,14 +33,14 @@ template <class F> std::string lines(const Plan &plan, F line) {
 
 } // namespace
 
-std::string kernels(const Problem &p, Direction direction, int cc) {
-  return lines(plan(p, direction, cc), [cc](const Launch &l, const std::string &name) {
+std::string kernels(const Problem &p, Operation operation, int cc) {
+  return lines(plan(p, operation, cc), [cc](const Launch &l, const std::string &name) {
     return text(is_kept(*l.source, l.config, cc, l.functions) ? "cached " : "missing ", name);
   });
 }
 
-std::string prewarm(const Problem &p, Direction direction, int cc) {
-  return lines(plan(p, direction, cc), [cc](const Launch &l, const std::string &name) {
+std::string prewarm(const Problem &p, Operation operation, int cc) {
+  return lines(plan(p, operation, cc), [cc](const Launch &l, const std::string &name) {
     const Build built = build(*l.source, l.config, cc, From::anywhere, l.functions);
     const int serialized = built.log.find("instructions are serialized") != built.log.npos;
     return text(built.compiled ? "compiled " : "cached ", built.registers, " ", built.spill_bytes, " ", serialized, " ", name);

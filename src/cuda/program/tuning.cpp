@@ -30,10 +30,14 @@ DType dtype_named(const std::string &wanted) {
   throw std::runtime_error(text("dtype \"", wanted, "\" is none"));
 }
 
-Direction direction_named(const std::string &wanted) {
-  if (wanted == "forward") return Direction::forward;
-  if (wanted == "backward") return Direction::backward;
-  throw std::runtime_error(text("direction \"", wanted, "\" is neither forward nor backward"));
+Operation operation_named(const std::string &wanted) {
+  std::string all;
+  for (int n = 0; n < kOperations; n++) {
+    const char *const known = kOperationRecords[n].name;
+    if (wanted == known) return static_cast<Operation>(n);
+    all += (all.empty() ? "" : ", ") + std::string(known);
+  }
+  throw std::runtime_error(text("direction \"", wanted, "\" is none of ", all));
 }
 
 // A section: lines "name = value".
@@ -97,14 +101,14 @@ std::string ignored_because(const std::string &file, const char *why) {
 
 } // namespace
 
-std::optional<TuningKey> tuning_key(const char *engine, Direction direction, const Problem &p) {
+std::optional<TuningKey> tuning_key(const char *engine, Operation operation, const Problem &p) {
   const bool causal = p.window_right == 0 && p.window_left == kUnbounded;
   Features others = features_of(p);
   if (causal) others.band = 0;
   constexpr Features none{};
   if (std::memcmp(&others, &none, sizeof none) || p.sinks || p.exact_max || p.allow_tf32 || p.invariant) return std::nullopt;
   return TuningKey{.engine = engine,
-                   .direction = direction,
+                   .operation = operation,
                    .dtype = p.dtype,
                    .head_dim = p.head_dim,
                    .head_dim_v = p.head_dim_v,
@@ -139,7 +143,7 @@ Tuning::Tuning(const std::string &file, const std::string &device_name) {
     constexpr int64_t most = int64_t{1} << 52;
     for (const Section &e : std::span(table).subspan(1)) {
       const TuningKey key{.engine = e.string("engine"),
-                          .direction = direction_named(e.string("direction")),
+                          .operation = operation_named(e.string("direction")),
                           .dtype = dtype_named(e.string("dtype")),
                           .head_dim = e.whole("head_dim", 1, 256),
                           .head_dim_v = e.whole("head_dim_v", 1, 256),

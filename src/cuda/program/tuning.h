@@ -18,14 +18,14 @@ namespace strobe::cuda {
 // The key of calls that share a tuned tile. Sizes are rounded up to powers of two.
 struct TuningKey {
   std::string engine;
-  Direction direction;
+  Operation operation;
   DType dtype;
   int64_t head_dim, head_dim_v, group, queries, keys, heads; // heads: those of all sequences
   bool causal, varlen, deterministic;
   auto operator<=>(const TuningKey &) const = default;
 };
 // The call's key; null if the call has options that are not measured.
-std::optional<TuningKey> tuning_key(const char *engine, Direction, const Problem &);
+std::optional<TuningKey> tuning_key(const char *engine, Operation, const Problem &);
 
 struct TunedTile {
   int64_t q, k;

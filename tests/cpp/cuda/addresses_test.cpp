@@ -19,16 +19,16 @@ constexpr uintptr_t kTensors = uintptr_t{1} << 40, kWorkspace = uintptr_t{1} << 
 
 // Tensors without memory. They are not read.
 struct OnGpu : Problem {
-  Direction direction;
+  Operation operation;
   uintptr_t placed = 0;
 
-  OnGpu(Direction direction, DType type, int64_t length, int64_t dim) : direction(direction) {
+  OnGpu(Operation operation, DType type, int64_t length, int64_t dim) : operation(operation) {
     batch = 2, heads = 4, heads_kv = 2, seqlen_q = seqlen_k = length, head_dim = head_dim_v = dim, dtype = type, scale = 0.125;
     total_q = total_k = batch * length, device_type = STROBE_CUDA;
     for (View *x : {&q, &out}) *x = dense(type, heads, length, dim);
     for (View *x : {&k, &v}) *x = dense(type, heads_kv, length, dim);
     lse = dense(DType::f32, heads, length, 1);
-    if (direction == Direction::forward) return;
+    if (operation == Operation::forward) return;
     for (View *x : {&dout, &dq}) *x = dense(type, heads, length, dim);
     for (View *x : {&dk, &dv}) *x = dense(type, heads_kv, length, dim);
     dlse = dense(DType::f32, heads, length, 1);
@@ -45,8 +45,8 @@ struct OnGpu : Problem {
     mask = dense(DType::boolean, heads, seqlen_q, seqlen_k), bias = dense(dtype, heads, seqlen_q, seqlen_k);
     alibi_slopes = dense(DType::f32, heads, 1, 1), sinks = dense(DType::f32, heads, 1, 1);
     dropout = 0.1, place(rng), place(seqused_k);
-    if (direction == Direction::forward) max_logit = dense(DType::f32, heads, 1, 1), column_sums = dense(DType::f32, heads, seqlen_k, 1);
-    if (direction == Direction::backward) dbias = dense(dtype, heads, seqlen_q, seqlen_k), dsinks = dense(DType::f32, heads, 1, 1);
+    if (operation == Operation::forward) max_logit = dense(DType::f32, heads, 1, 1), column_sums = dense(DType::f32, heads, seqlen_k, 1);
+    if (operation == Operation::backward) dbias = dense(dtype, heads, seqlen_q, seqlen_k), dsinks = dense(DType::f32, heads, 1, 1);
   }
   void pack() {
     varlen = true, place(cu_seqlens_q), place(cu_seqlens_k);
@@ -76,7 +76,7 @@ std::vector<std::string> bound(const OnGpu &call, int cc) {
   const Addresses addresses(call, reinterpret_cast<void *>(kWorkspace));
   std::vector<std::string> taken;
   for (const Engine *engine : cuda_engines()) {
-    const Answer answer = static_cast<const CudaEngine *>(engine)->plan_on(described(cc), call, call.direction);
+    const Answer answer = static_cast<const CudaEngine *>(engine)->plan_on(described(cc), call, call.operation);
     const Plan *plan = std::get_if<Plan>(&answer);
     if (!plan) continue;
     taken.push_back(engine->name());
@@ -130,36 +130,36 @@ TEST_CASE("addresses: a mark tells tensors apart, keeps what lies behind it and 
 
 TEST_CASE("addresses: a run leaves no mark in the arguments of any kernel") {
   fake_cuda();
-  for (Direction direction : {Direction::forward, Direction::backward}) {
-    CAPTURE(int(direction));
+  for (Operation operation : {Operation::forward, Operation::backward}) {
+    CAPTURE(int(operation));
     const Names half{"cuda-sm90", "cuda-mma", "cuda-simt"}, with_rung{"cuda-sm90", "cuda-mma", "cuda-simt", "ladder-tensor-cores"};
     for (int64_t length : {128, 4096}) { // few queries, so the keys are split
-      OnGpu plain(direction, DType::bf16, length, 64);
+      OnGpu plain(operation, DType::bf16, length, 64);
       plain.dlse = {};
       CHECK(bound(plain, 90) == with_rung);
       plain.deterministic = true, plain.window_right = 0;
-      CHECK(bound(plain, 90) == (direction == Direction::forward ? with_rung : half));
-      OnGpu single(direction, DType::f32, length, 64);
+      CHECK(bound(plain, 90) == (operation == Operation::forward ? with_rung : half));
+      OnGpu single(operation, DType::f32, length, 64);
       single.dlse = {};
       CHECK(bound(single, 90) == Names{"cuda-tf32", "cuda-simt", "ladder-naive", "ladder-flash1", "ladder-flash2"});
     }
     for (DType type : {DType::bf16, DType::f32})
       for (auto change : {&OnGpu::every_option, &OnGpu::pack, &OnGpu::make_sparse}) {
-        OnGpu call(direction, type, 512, 64);
+        OnGpu call(operation, type, 512, 64);
         (call.*change)();
         CHECK(bound(call, 90) == (type == DType::bf16 ? half : Names{"cuda-tf32", "cuda-simt"}));
       }
-    OnGpu large(direction, DType::f16, 512, 256);
-    CHECK(bound(large, 90) == (direction == Direction::forward ? with_rung : half));
-    OnGpu precise(direction, DType::f64, 512, 64);
+    OnGpu large(operation, DType::f16, 512, 256);
+    CHECK(bound(large, 90) == (operation == Operation::forward ? with_rung : half));
+    OnGpu precise(operation, DType::f64, 512, 64);
     CHECK(bound(precise, 70) == Names{"cuda-simt"});
   }
 }
 
 TEST_CASE("addresses: the copy engine's maps are those of the run's tensors") {
   fake_cuda();
-  OnGpu call(Direction::forward, DType::bf16, 512, 64);
-  const Answer answer = sm90_engine().plan_on(described(90), call, Direction::forward);
+  OnGpu call(Operation::forward, DType::bf16, 512, 64);
+  const Answer answer = sm90_engine().plan_on(described(90), call, Operation::forward);
   const Launch &launch = std::get<Launch>(program_of(std::get<Plan>(answer)).steps.front());
   call.k.data += 4096;
   alignas(64) std::byte bytes[Launch::kMostArguments];
@@ -177,11 +177,11 @@ TEST_CASE("addresses: the copy engine's maps are those of the run's tensors") {
 
 TEST_CASE("a wish: blocks that are not to be persistent may have 64 keys, persistent ones have 128") {
   fake_cuda();
-  OnGpu call(Direction::backward, DType::bf16, 512, 64);
+  OnGpu call(Operation::backward, DType::bf16, 512, 64);
   call.wishes.tile_k = 64;
   for (const auto &[wish, keys] : {std::pair{std::optional<bool>(), 64}, {std::optional(false), 64}, {std::optional(true), 128}}) {
     call.wishes.persistent = wish;
-    const Answer answer = sm90_engine().plan_on(described(90), call, Direction::backward);
+    const Answer answer = sm90_engine().plan_on(described(90), call, Operation::backward);
     CHECK(std::get<Plan>(answer).tile_k == keys);
   }
 }

@@ -65,7 +65,7 @@ TEST_CASE("tuning: a table answers for sizes up to the same powers of two") {
   auto found = [&](auto &&change) {
     Problem p = problem();
     change(p);
-    const auto key = tuning_key("cuda-mma", Direction::forward, p);
+    const auto key = tuning_key("cuda-mma", Operation::forward, p);
     return key && tuning.find(*key);
   };
   CHECK(found([](Problem &) {}));
@@ -81,9 +81,9 @@ TEST_CASE("tuning: a table answers for sizes up to the same powers of two") {
   CHECK_FALSE(found([](Problem &p) { p.program = score::built_in({.form = score::Form::softcap, .cap = 10}); }));
   CHECK_FALSE(found([](Problem &p) { p.dropout = 0.1; }));
   CHECK_FALSE(found([](Problem &p) { p.deterministic = true; }));
-  CHECK(tuning.find(*tuning_key("cuda-simt", Direction::forward, problem())) == nullptr);
-  CHECK(tuning.find(*tuning_key("cuda-mma", Direction::backward, problem())) == nullptr);
-  const TunedTile *tile = tuning.find(*tuning_key("cuda-mma", Direction::forward, problem()));
+  CHECK(tuning.find(*tuning_key("cuda-simt", Operation::forward, problem())) == nullptr);
+  CHECK(tuning.find(*tuning_key("cuda-mma", Operation::backward, problem())) == nullptr);
+  const TunedTile *tile = tuning.find(*tuning_key("cuda-mma", Operation::forward, problem()));
   REQUIRE(tile);
   CHECK(tile->q == 64);
   CHECK(tile->k == 32);
@@ -99,7 +99,7 @@ TEST_CASE("tuning: wishes beside the tile") {
   write(file, table(entry(64, 32) + "bundle = 12\nshares = 4\nstaged_store = true\npersistent = false\n"));
   const Tuning tuning(file, kDeviceName);
   CHECK(tuning.ignored() == "");
-  const TunedTile *tile = tuning.find(*tuning_key("cuda-mma", Direction::forward, problem()));
+  const TunedTile *tile = tuning.find(*tuning_key("cuda-mma", Operation::forward, problem()));
   REQUIRE(tile);
   CHECK(tile->bundle == 12);
   CHECK(tile->shares == 4);
@@ -115,20 +115,21 @@ TEST_CASE("tuning: a table that is no use is ignored, with the reason") {
   CHECK(absent.empty());
   CHECK(absent.ignored() == "");
   const std::string good = table(entry(64, 32));
-  for (auto [text, part] : {std::pair{std::string(""), "ignored: empty; `strobe tune` writes a new one"},
-                            {std::string("{\"format\": 1, \"entries\": []}"), "line 1: expected \"name = value\""},
-                            {good.substr(0, good.find(" = false") + 2), "line 14: expected \"name = value\""},
-                            {good + " = 3\n", "line 20: expected \"name = value\""},
-                            {entry(64, 32), "\"format\" is missing"},
-                            {table(entry(64, 32), "0123"), "stale: measured with other kernels; `strobe tune` writes a new one"},
-                            {table(entry(64, 32), kernels_digest(), "Fake 0"), "measured on Fake 0, and this is Fake 1"},
-                            {replaced(good, "format = 2", "format = 1"), "format 1, and this library reads 2"},
-                            {replaced(good, "format = 2", "format = two"), "\"format\" is two, not a whole number from 0 to"},
-                            {replaced(good, "forward", "sideways"), "direction \"sideways\" is neither forward nor backward"},
-                            {replaced(good, "bfloat16", "bfloat"), "dtype \"bfloat\" is none"},
-                            {replaced(good, "causal = false", "causal = no"), "\"causal\" is no, not true or false"},
-                            {table(entry(0, 32)), "\"tile_q\" is 0, not a whole number from 1 to 65536"},
-                            {good + "\nengine = cuda-mma\n", "\"direction\" is missing"}}) {
+  for (auto [text, part] :
+       {std::pair{std::string(""), "ignored: empty; `strobe tune` writes a new one"},
+        {std::string("{\"format\": 1, \"entries\": []}"), "line 1: expected \"name = value\""},
+        {good.substr(0, good.find(" = false") + 2), "line 14: expected \"name = value\""},
+        {good + " = 3\n", "line 20: expected \"name = value\""},
+        {entry(64, 32), "\"format\" is missing"},
+        {table(entry(64, 32), "0123"), "stale: measured with other kernels; `strobe tune` writes a new one"},
+        {table(entry(64, 32), kernels_digest(), "Fake 0"), "measured on Fake 0, and this is Fake 1"},
+        {replaced(good, "format = 2", "format = 1"), "format 1, and this library reads 2"},
+        {replaced(good, "format = 2", "format = two"), "\"format\" is two, not a whole number from 0 to"},
+        {replaced(good, "forward", "sideways"), "direction \"sideways\" is none of forward, backward, jvp, backward_jvp"},
+        {replaced(good, "bfloat16", "bfloat"), "dtype \"bfloat\" is none"},
+        {replaced(good, "causal = false", "causal = no"), "\"causal\" is no, not true or false"},
+        {table(entry(0, 32)), "\"tile_q\" is 0, not a whole number from 1 to 65536"},
+        {good + "\nengine = cuda-mma\n", "\"operation\" is missing"}}) {
     CAPTURE(text);
     const std::string reason = ignored(folder, text);
     CHECK(reason.starts_with("tuning table " + (folder / "table.txt") + " ignored: "));
