@@ -5,7 +5,7 @@ sequence. Otherwise, as with dropout and packed sequences, jax.lax.map makes a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,8 @@ from .._function import FIELDS as FUNCTIONS
 from .._graph import decoded
 from .._options import GRADIENTS, SCORES
 from ..arrays.base import Array
-from ._primitives import backward_p, bind, forward_p, linearised_p, names_of
-from ._program import OF_BACKWARD, Program
+from ._primitives import backward_p, bind, forward_p, linearised_p
+from ._program import OF_BACKWARD, TANGENTS, Program
 
 _BATCH_FIRST = frozenset({"q", "k", "v", "seqused_k", *OF_BACKWARD})
 _SCORES = frozenset(name for name in SCORES if name not in GRADIENTS)
@@ -39,7 +39,7 @@ def _folds(program: Program, names: Sequence[str], own: Sequence[tuple[int, ...]
     if _tells_apart(program) or not _WITHOUT.isdisjoint(names):
         return False
     batch = own[0][0]
-    wanted = {name.removeprefix("d") for name in program.wanted}
+    wanted = _wanted(program)
     for name, shape, dim in zip(names, own, dims, strict=True):
         if name in _BATCH_FIRST:
             continue
@@ -57,7 +57,12 @@ def _folds(program: Program, names: Sequence[str], own: Sequence[tuple[int, ...]
     return True
 
 
-def _folded(name: str, x: Array, dim: int | None, samples: int, batch: int, wanted: Sequence[str]) -> Array:
+def _wanted(program: Program) -> set[str]:
+    """The inputs whose gradients or tangents each sample has."""
+    return {GRADIENTS[name] for name in program.wanted} | {TANGENTS[name] for name in program.more if name in TANGENTS}
+
+
+def _folded(name: str, x: Array, dim: int | None, samples: int, batch: int, wanted: Collection[str]) -> Array:
     """A call's operand for all samples, with sample and sequence in its first axis."""
     if dim is None and (name in wanted or not _serves_all(name, x)):
         x, dim = jnp.broadcast_to(x, (samples, *x.shape)), 0
@@ -87,17 +92,17 @@ def _unfolded(name: str, x: Array, samples: int, batch: int, bias: tuple[int, ..
 
 
 def _rule(primitive: Primitive, operands: Sequence[Array], dims: Sequence[int | None], *, program: Program) -> tuple[Any, Any]:
-    names = names_of(primitive, program, len(operands))
+    names = program.operands
     samples = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
     own = [tuple(n for axis, n in enumerate(x.shape) if axis != dim) for x, dim in zip(operands, dims, strict=True)]
-    plain = [name.removeprefix("tangent of ") for name in names]
+    plain = [TANGENTS.get(name, name) for name in names]
     if samples and len(own[0]) == 4 and _folds(program, plain, own, dims):
         batch = own[0][0]
-        wanted = [GRADIENTS.get(name, name) for name in program.wanted]
+        wanted = _wanted(program)
         folded = [_folded(name, x, dim, samples, batch, wanted) for name, x, dim in zip(plain, operands, dims, strict=True)]
         bias = own[names.index("bias")] if "bias" in names else ()
         results = bind(primitive, folded, program)
-        of = program.wanted if primitive is backward_p else ("",) * len(results)
+        of = program.wanted or ("",) * len(results)
         found = [_unfolded(name, x, samples, batch, bias) for name, x in zip(of, results, strict=True)]
     else:
         mapped = [jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True) if dim is not None]

@@ -5,7 +5,7 @@ inputs, out and LSE. jax.grad transposes it, and never computes it; jax.jvp comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from .._options import GRADIENTS
 from .._part import is_partial
 from .._refusals import refusing
 from ..arrays.base import Array
-from ._program import OF_BACKWARD, OF_ROWS, Program, attributes, judge, results_of, shape_of
+from ._program import TANGENTS, Program, attributes, judge, results_of, shape_of
 from ._sharding import Division, Tensor, divided, is_automatic, needs_devices
 
 _PLATFORMS = {"cpu": CPU, "CUDA": CUDA}
@@ -100,10 +100,15 @@ def _jvp(operands: Sequence[Array], tangents: Sequence[Any], *, program: Program
     judge(call, BACKWARD)
     out, lse, *more = results = bind(forward_p, operands, program)
     if given:
-        found = bind(linearised_p, [*operands, out, lse, *given.values()], program._replace(aux=(), wanted=tuple(given)))
+        found = bind(linearised_p, [*operands, out, lse, *given.values()], program._replace(aux=(), more=_linearised(given)))
     else:
         found = [_zero(x) for x in (out, lse)]
     return results, [*found, *map(_zero, more)]
+
+
+def _linearised(given: Iterable[str]) -> tuple[str, ...]:
+    """The operands of linearised_p after the call's own: the residuals, and the tangents of these inputs."""
+    return ("out", "lse", *(f"t{name}" for name in given))
 
 
 def _zero(x: Array) -> Any:
@@ -111,19 +116,18 @@ def _zero(x: Array) -> Any:
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, program: Program) -> list[Any]:
-    count = len(program.names) + len(OF_ROWS)
-    inputs, tangents = operands[:count], operands[count:]
-    out = inputs[len(program.names)]
-    dout, dlse = cotangents
+    count = len(program.names) + 2
+    inputs, tangents = operands[:count], dict(zip(program.operands[count:], operands[count:], strict=True))
+    out, (dout, dlse) = inputs[-2], cotangents
     if type(dout) is ad.Zero and type(dlse) is ad.Zero:
         return [None] * len(operands)
-    dout = jnp.zeros(out.shape, out.dtype) if type(dout) is ad.Zero else dout
-    more = [] if type(dlse) is ad.Zero else [dlse]
-    asked = [name for name, x in zip(program.wanted, tangents, strict=True) if ad.is_undefined_primal(x)]
+    known = {"out": inputs[-2], "lse": inputs[-1], "dout": jnp.zeros(out.shape, out.dtype) if type(dout) is ad.Zero else dout}
+    known |= {} if type(dlse) is ad.Zero else {"dlse": dlse}
+    asked = {TANGENTS[name] for name, x in tangents.items() if ad.is_undefined_primal(x)}
     wanted = tuple(name for name, of in GRADIENTS.items() if of in asked)
-    gradients = bind(backward_p, [*inputs, dout, *more], program._replace(wanted=wanted))
+    gradients = bind(backward_p, [*inputs[:-2], *known.values()], program._replace(more=tuple(known), wanted=wanted))
     found = dict(zip((GRADIENTS[name] for name in wanted), gradients, strict=True))
-    return [None] * count + [found.get(name) for name in program.wanted]
+    return [None] * count + [found.get(TANGENTS[name]) for name in tangents]
 
 
 def _no_second(operands: Any, tangents: Any, *, program: Program) -> Any:
@@ -138,15 +142,8 @@ ad.primitive_jvps[linearised_p] = _no_second
 ad.primitive_transposes[linearised_p] = _transpose
 
 
-def names_of(primitive: Primitive, program: Program, count: int) -> tuple[str, ...]:
-    """The names of a primitive's operands."""
-    if primitive is linearised_p:
-        return (*program.names, *OF_ROWS, *(f"tangent of {name}" for name in program.wanted))
-    return (*program.names, *OF_BACKWARD)[:count]
-
-
 def _lowered(direction: int, primitive: Primitive, platform: str, ctx: Any, *operands: Any, program: Program) -> Any:
-    names = names_of(primitive, program, len(operands))
+    names = program.operands
     if platform == "cpu":
         judge(program.call([*map(shape_of, ctx.avals_in)]), direction, planned=True)
     results = results_of(program) if direction == FORWARD else program.wanted

@@ -15,22 +15,28 @@ from .._call import Call
 from .._core import ffi, lib
 from .._function import FIELDS as FUNCTIONS
 from .._graph import decoded
-from .._options import AUX, BLOCKS, FULL_BLOCKS, SCORES, TOKENS
+from .._options import AUX, BLOCKS, FULL_BLOCKS, GRADIENTS, SCORES, TOKENS
 from ..arrays.base import Array
 from ..arrays.jax import JAX, judging
 
 _KINDS = {name: field.type.cname for name, field in ffi.typeof("strobe_attention").fields}
-OF_ROWS = ("out", "lse")
-OF_BACKWARD = (*OF_ROWS, "dout", "dlse")
+OF_BACKWARD = ("out", "lse", "dout", "dlse")
+# Tangents, and what each is the tangent of.
+TANGENTS = {f"t{name}": name for name in (*GRADIENTS.values(), *OF_BACKWARD)}
 
 
 class Program(NamedTuple):
-    """A Call without its arrays, which are the operands of a primitive in the order of `names`."""
+    """A Call without its arrays, which are the first operands of a primitive."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the call's arrays
     options: tuple[tuple[str, Any], ...]
     aux: tuple[str, ...] = ()
-    wanted: tuple[str, ...] = ()  # backward: the gradients; linearised: the inputs whose tangents are given
+    more: tuple[str, ...] = ()  # the names of the primitive's other operands
+    wanted: tuple[str, ...] = ()  # the gradients that the backward computes
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return (*self.names, *self.more)
 
     def call(self, operands: Sequence[Array]) -> Call:
         """The call on its operands, of which there may be more."""

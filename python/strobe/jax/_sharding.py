@@ -18,7 +18,7 @@ from .._function import FIELDS as FUNCTIONS
 from .._graph import decoded
 from .._options import GRADIENTS, SCORES
 from ..arrays.base import Array
-from ._program import Program
+from ._program import TANGENTS, Program
 
 # What an axis stands for: sequences, query heads, key heads, or neither.
 BATCH, HEADS, HEADS_KV, OTHER = "b", "h", "k", ""
@@ -36,6 +36,7 @@ def _axes(tensor: Tensor, program: Program, packed: bool) -> list[str]:
     name, rank = tensor.name, len(tensor.shape)
     bshd = bool(program.option("bshd"))
     of_pages = "page_table" in program.names
+    name = TANGENTS.get(name, name)
     source = GRADIENTS.get(name, name)
     heads = HEADS_KV if source in ("k", "v", "k_scale", "v_scale") else HEADS
     if source in ("q", "k", "v", "out", "dout", "k_scale", "v_scale"):
