@@ -279,8 +279,9 @@ static void *allocate(void *allocator, uint64_t bytes) {
 }
 
 static XLA_FFI_Error *run(struct call *call, const XLA_FFI_CallFrame *frame, int32_t direction) {
-  const int32_t status = direction == STROBE_FORWARD ? strobe_forward(&call->attention, &call->tensors, &call->execution)
-                                                     : strobe_backward(&call->attention, &call->tensors, &call->execution);
+  int32_t (*const functions[])(const strobe_attention *, const strobe_tensors *,
+                               const strobe_execution *) = {strobe_forward, strobe_backward, strobe_jvp, strobe_backward_jvp};
+  const int32_t status = functions[direction](&call->attention, &call->tensors, &call->execution);
   return status == STROBE_OK ? NULL : refused(frame->api, status);
 }
 
@@ -354,12 +355,18 @@ static XLA_FFI_Error *handle(XLA_FFI_CallFrame *frame, int32_t direction, int32_
   return error;
 }
 
-static XLA_FFI_Error *forward_on_cpu(XLA_FFI_CallFrame *frame) { return handle(frame, STROBE_FORWARD, STROBE_CPU); }
-static XLA_FFI_Error *backward_on_cpu(XLA_FFI_CallFrame *frame) { return handle(frame, STROBE_BACKWARD, STROBE_CPU); }
-static XLA_FFI_Error *forward_on_cuda(XLA_FFI_CallFrame *frame) { return handle(frame, STROBE_FORWARD, STROBE_CUDA); }
-static XLA_FFI_Error *backward_on_cuda(XLA_FFI_CallFrame *frame) { return handle(frame, STROBE_BACKWARD, STROBE_CUDA); }
+#define HANDLER(name, direction)                                                                                                           \
+  static XLA_FFI_Error *name##_on_cpu(XLA_FFI_CallFrame *frame) { return handle(frame, direction, STROBE_CPU); }                           \
+  static XLA_FFI_Error *name##_on_cuda(XLA_FFI_CallFrame *frame) { return handle(frame, direction, STROBE_CUDA); }
+HANDLER(forward, STROBE_FORWARD)
+HANDLER(backward, STROBE_BACKWARD)
+HANDLER(jvp, STROBE_JVP)
+HANDLER(backward_jvp, STROBE_BACKWARD_JVP)
 
 uintptr_t strobe_glue_xla_handler(int32_t direction, int32_t device_type) {
-  XLA_FFI_Handler *const handlers[2][2] = {{forward_on_cpu, forward_on_cuda}, {backward_on_cpu, backward_on_cuda}};
-  return (uintptr_t)handlers[direction == STROBE_BACKWARD][device_type == STROBE_CUDA];
+  XLA_FFI_Handler *const handlers[][2] = {{forward_on_cpu, forward_on_cuda},
+                                          {backward_on_cpu, backward_on_cuda},
+                                          {jvp_on_cpu, jvp_on_cuda},
+                                          {backward_jvp_on_cpu, backward_jvp_on_cuda}};
+  return (uintptr_t)handlers[direction][device_type == STROBE_CUDA];
 }

@@ -18,7 +18,7 @@ from .._function import FIELDS as FUNCTIONS
 from .._graph import decoded
 from .._options import GRADIENTS, SCORES
 from ..arrays.base import Array
-from ._primitives import backward_p, bind, forward_p, linearised_p
+from ._primitives import _evaluated, backward_jvp_p, backward_linearised_p, backward_p, bind, forward_p, linearised_p
 from ._program import OF_BACKWARD, TANGENTS, Program
 
 _BATCH_FIRST = frozenset({"q", "k", "v", "seqused_k", *OF_BACKWARD})
@@ -115,5 +115,13 @@ def _rule(primitive: Primitive, operands: Sequence[Array], dims: Sequence[int | 
     return found, [0] * len(found)
 
 
-for _primitive in (forward_p, backward_p, linearised_p):
+for _primitive in (forward_p, backward_p, linearised_p, backward_jvp_p):
     batching.primitive_batchers[_primitive] = partial(_rule, _primitive)
+
+
+def _rule_of_backward_linearised(operands: Sequence[Array], dims: Sequence[int | None], *, program: Program) -> tuple[Any, Any]:
+    found = jax.vmap(partial(_evaluated, program), in_axes=tuple(dims))(*operands)
+    return found, [0] * len(found)
+
+
+batching.primitive_batchers[backward_linearised_p] = _rule_of_backward_linearised

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from .._abi import BACKWARD, CPU, CUDA, FORWARD
+from .._abi import BACKWARD, CPU, CUDA, FORWARD, OPERATIONS
 from .._call import Call
 from .._core import lib
 from .._options import GRADIENTS
@@ -25,6 +25,7 @@ from ._program import TANGENTS, Program, attributes, judge, results_of, shape_of
 from ._sharding import Division, Tensor, divided, is_automatic, needs_devices
 
 _PLATFORMS = {"cpu": CPU, "CUDA": CUDA}
+JVP, BACKWARD_JVP = OPERATIONS["jvp"], OPERATIONS["backward_jvp"]
 
 
 def _primitive(name: str) -> Primitive:
@@ -42,6 +43,8 @@ def _primitive(name: str) -> Primitive:
 forward_p = _primitive("strobe_attention_fwd")
 backward_p = _primitive("strobe_attention_bwd")
 linearised_p = _primitive("strobe_attention_linearised")
+backward_jvp_p = _primitive("strobe_attention_bwd_jvp")
+backward_linearised_p = _primitive("strobe_attention_bwd_linearised")
 
 
 def _varying(x: Array) -> frozenset[str]:
@@ -89,6 +92,16 @@ def _types_of_linearised(*operands: Any, program: Program) -> list[Any]:
     return _types_of_forward(*operands[: len(program.names)], program=program._replace(aux=()))
 
 
+@backward_jvp_p.def_abstract_eval
+def _types_of_backward_jvp(*operands: Any, program: Program) -> list[Any]:
+    return _types_of_backward(*operands, program=program)
+
+
+@backward_linearised_p.def_abstract_eval
+def _types_of_backward_linearised(*operands: Any, program: Program) -> list[Any]:
+    return _types_of_backward(*operands, program=program)
+
+
 def _jvp(operands: Sequence[Array], tangents: Sequence[Any], *, program: Program) -> tuple[list[Array], list[Any]]:
     call = program.call(operands)
     given = {name: x for name, x in zip(program.names, tangents, strict=True) if type(x) is not ad.Zero}
@@ -130,47 +143,105 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, program: Program) -> l
     return [None] * count + [found.get(TANGENTS[name]) for name in tangents]
 
 
-def _no_second(operands: Any, tangents: Any, *, program: Program) -> Any:
+def _jvp_of_backward(operands: Sequence[Array], tangents: Sequence[Any], *, program: Program) -> tuple[list[Array], list[Any]]:
+    """out and lse follow from the inputs, so that their tangents say nothing new."""
+    results = bind(backward_p, operands, program)
+    named = zip(program.operands, tangents, strict=True)
+    given = {f"t{name}": x for name, x in named if name not in ("out", "lse") and type(x) is not ad.Zero}
+    if not given:
+        return results, [*map(_zero, results)]
+    judge(program.call(operands), BACKWARD_JVP)
+    own = program._replace(more=(*program.more, *given))
+    return results, bind(backward_linearised_p, [*operands, *given.values()], own)
+
+
+def _split(program: Program, operands: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The operands of backward_linearised_p: those of the backward, and the tangents."""
+    known = dict(zip(program.operands, operands, strict=True))
+    tangents = {name: x for name, x in known.items() if name in TANGENTS}
+    return {name: x for name, x in known.items() if name not in tangents}, tangents
+
+
+def _along(program: Program, known: dict[str, Any], tangents: dict[str, Any]) -> list[Array]:
+    """tout and tlse: the derivatives of out and lse in the direction of the tangents of inputs."""
+    inputs = {name: known[name] for name in program.names} | {"out": known["out"], "lse": known["lse"]} | tangents
+    return bind(linearised_p, [*inputs.values()], program._replace(more=("out", "lse", *tangents), wanted=()))
+
+
+def _evaluated(program: Program, *operands: Any) -> list[Array]:
+    """The derivatives of the gradients in the direction of the tangents."""
+    known, tangents = _split(program, operands)
+    of_inputs = {name: x for name, x in tangents.items() if TANGENTS[name] in program.names}
+    if not of_inputs:  # a gradient is linear in dout and dlse
+        known["dout"] = tangents.get("tdout", jnp.zeros_like(known["dout"]))
+        known.pop("dlse", None)
+        known |= {"dlse": tangents["tdlse"]} if "tdlse" in tangents else {}
+        return bind(backward_p, [*known.values()], program._replace(more=tuple(known)[len(program.names) :]))
+    tout, tlse = _along(program, known, of_inputs)
+    everything = known | {"tout": tout, "tlse": tlse} | tangents
+    return bind(backward_jvp_p, [*everything.values()], program._replace(more=tuple(everything)[len(program.names) :]))
+
+
+def _transpose_of_backward(cotangents: Sequence[Any], *operands: Any, program: Program) -> list[Any]:
+    """The second derivatives of a scalar are symmetric: the cotangents of gradients are tangents of the inputs."""
+    known, tangents = _split(program, operands)
+    given = {f"t{GRADIENTS[name]}": x for name, x in zip(program.wanted, cotangents, strict=True) if type(x) is not ad.Zero}
+    if not given:
+        return [None] * len(operands)
+    asked = {TANGENTS[name] for name, x in tangents.items() if ad.is_undefined_primal(x)}
+    tout, tlse = _along(program, known, given)
+    found = {"dout": tout, "dlse": tlse}
+    if wanted := tuple(name for name, of in GRADIENTS.items() if of in asked):
+        everything = known | {"tout": tout, "tlse": tlse} | given
+        own = program._replace(more=tuple(everything)[len(program.names) :], wanted=wanted)
+        found |= dict(zip((GRADIENTS[name] for name in wanted), bind(backward_jvp_p, [*everything.values()], own), strict=True))
+    return [None] * len(known) + [found[TANGENTS[name]] if TANGENTS[name] in asked else None for name in tangents]
+
+
+def _no_more(operands: Any, tangents: Any, *, program: Program) -> Any:
     raise NotImplementedError(
-        "strobe.jax.attention: a second derivative is asked for; accepted are first derivatives, by jax.grad or jax.vjp"
+        "strobe.jax.attention: the derivative of a forward-mode derivative, or a third one, is asked for; accepted are first derivatives, "
+        "and jax.grad, jax.jvp or jax.jacfwd of a jax.grad"
     )
 
 
 ad.primitive_jvps[forward_p] = _jvp
-ad.primitive_jvps[backward_p] = _no_second
-ad.primitive_jvps[linearised_p] = _no_second
+ad.primitive_jvps[backward_p] = _jvp_of_backward
+for _primitive_of in (linearised_p, backward_jvp_p, backward_linearised_p):
+    ad.primitive_jvps[_primitive_of] = _no_more
 ad.primitive_transposes[linearised_p] = _transpose
+ad.primitive_transposes[backward_linearised_p] = _transpose_of_backward
 
 
 def _lowered(direction: int, primitive: Primitive, platform: str, ctx: Any, *operands: Any, program: Program) -> Any:
-    names = program.operands
+    names, avals = program.operands, ctx.avals_in
     if platform == "cpu":
-        judge(program.call([*map(shape_of, ctx.avals_in)]), direction, planned=True)
-    results = results_of(program) if direction == FORWARD else program.wanted
+        judge(program.call([*map(shape_of, avals)]), direction, planned=True)
+    results = results_of(program) if direction == FORWARD else ("tout", "tlse") if direction == JVP else program.wanted
     if is_automatic(ctx.module_context.axis_context):
-        division = Division(
-            program, *([*map(Tensor, of, (x.shape for x in avals))] for of, avals in ((names, ctx.avals_in), (results, ctx.avals_out)))
-        )
+        both = ((names, avals), (results, ctx.avals_out))
+        division = Division(program, *([*map(Tensor, of, (x.shape for x in kinds))] for of, kinds in both))
         return mlir.lower_fun(divided(primitive, program, bind, division), multiple_results=True)(ctx, *operands)
+    if direction == JVP:  # which does not read out and lse
+        read = [n for n, name in enumerate(names) if name not in ("out", "lse")]
+        names, operands = tuple(names[n] for n in read), tuple(operands[n] for n in read)
+        ctx = ctx.replace(avals_in=[avals[n] for n in read])
     return jax.ffi.ffi_lowering(_target(direction))(ctx, *operands, **attributes(program, names, results))
 
 
 def _target(direction: int) -> str:
-    return "strobe_attention_forward" if direction == FORWARD else "strobe_attention_backward"
+    return "strobe_attention_" + next(name for name, number in OPERATIONS.items() if number == direction)
 
 
 def _lowered_linearised(ctx: Any, *operands: Any, program: Program) -> Any:
-    """The place of strobe_attention_jvp, once the library has it."""
-    raise NotImplementedError(
-        "strobe.jax.attention: a forward-mode derivative is asked for (jax.jvp, jax.jacfwd, jax.linearize); accepted is reverse mode, by "
-        "jax.grad, jax.vjp or jax.jacrev"
-    )
+    return mlir.lower_fun(partial(_evaluated, program), multiple_results=True)(ctx, *operands)
 
 
-for _direction, _primitive_of in ((FORWARD, forward_p), (BACKWARD, backward_p)):
+_LOWERED = ((FORWARD, forward_p), (BACKWARD, backward_p), (JVP, linearised_p), (BACKWARD_JVP, backward_jvp_p))
+for _direction, _primitive_of in _LOWERED:
     for _platform, _device in _PLATFORMS.items():
         _handler = jax.ffi.pycapsule(lib.strobe_glue_xla_handler(_direction, _device))
         jax.ffi.register_ffi_target(_target(_direction), _handler, platform=_platform)
         mlir.register_lowering(_primitive_of, partial(_lowered, _direction, _primitive_of, _platform), platform=_platform.lower())
-needs_devices(forward_p, backward_p)
-mlir.register_lowering(linearised_p, _lowered_linearised)
+needs_devices(forward_p, backward_p, linearised_p, backward_jvp_p, backward_linearised_p)
+mlir.register_lowering(backward_linearised_p, _lowered_linearised)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._abi import FORWARD
 from .._call import Call
 from .._core import ffi, lib
 from .._function import FIELDS as FUNCTIONS
@@ -65,7 +64,7 @@ def judge(call: Call, direction: int, planned: bool = False) -> None:
     """Raises the library's refusal of a call, as one exception with a line for each argument. planned: also if no engine of the CPU takes
     it."""
     with judging():
-        structs = abstract(call).example_structs(direction != FORWARD)
+        structs = abstract(call).example_structs(direction)
         if planned:
             structs.run(lib.strobe_workspace_size, direction, ffi.new("uint64_t *"))
         else:
