@@ -67,8 +67,7 @@ torch.library.define(JVP_NAME, f"({ARGUMENTS}, {_DIRECTION}) -> (Tensor out, Ten
 _KNOWN = ("dout", "dlse", "tdout", "tdlse", "out", "lse", "tout", "tlse")
 torch.library.define(
     BACKWARD_JVP_NAME,
-    f"(Tensor dout, Tensor? dlse, Tensor? tdout, Tensor? tdlse, Tensor out, Tensor lse, Tensor tout, Tensor tlse, {ARGUMENTS}, "
-    f"{_DIRECTION}, bool[] needed) -> Tensor[]",
+    f"(Tensor?[] known, {ARGUMENTS}, {_DIRECTION}, bool[] needed) -> Tensor[]",  # known: in the order of _KNOWN
     tags=TAGS,
 )
 
@@ -108,10 +107,9 @@ def jvp(call: Call, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 def backward_jvp(call: Call, tangents: dict[str, Tensor], known: dict[str, Tensor], names: Sequence[str]) -> tuple[Tensor, ...]:
     """The derivatives of the gradients of these names, by PyTorch's dispatcher. known: those of _KNOWN that there are."""
-    given = dict.fromkeys(("dlse", "tdout", "tdlse")) | known
-    needed = [name in names for name in GRADIENTS]
+    given, needed = [known.get(name) for name in _KNOWN], [name in names for name in GRADIENTS]
     operator = torch.ops.strobe.attention_backward_jvp.default
-    return tuple(operator(**given, **_keywords(call), tangents=_direction(tangents), needed=needed))
+    return tuple(operator(given, **_keywords(call), tangents=_direction(tangents), needed=needed))
 
 
 def refuse_gradients(dout: Tensor, inputs: Sequence[Tensor], words: str) -> list[Tensor]:
@@ -162,8 +160,8 @@ def tangents_of(given: dict[str, Any]) -> dict[str, Tensor]:
 def derivatives_of(tensors: Sequence[Any], given: dict[str, Any]) -> tuple[Call, dict[str, Tensor], dict[str, Tensor], list[str]]:
     """The arguments of the backward's derivative: the Call, tangents, the tensors beside them, and the names in GRADIENTS."""
     names, tangents = _needed(*given.pop("needed")), tangents_of(given)
-    known = {name: x for name, x in zip(_KNOWN, tensors, strict=False) if x is not None}
-    return call_of(tensors[len(_KNOWN) :], given), tangents, known, names
+    known = {name: x for name, x in zip(_KNOWN, tensors[0], strict=True) if x is not None}
+    return call_of(tensors[1:], given), tangents, known, names
 
 
 @lru_cache

@@ -695,7 +695,7 @@ private:
   const strobe_attention a;
   const strobe_tensors t;
   const Operation operation;
-  const bool backward, forward_mode, oracle, varlen, paged, quantised_q, quantised; // forward_mode: derivatives in the direction of tangents
+  const bool backward, forward_mode, oracle, varlen, paged, quantised_q, quantised; // forward_mode: in the direction of tangents
   TensorChecks checks{reasons};
   const std::shared_ptr<OwnLists> lists = std::make_shared<OwnLists>();
   Sizes n;
