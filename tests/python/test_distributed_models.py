@@ -74,7 +74,7 @@ REFUSED = [
     ("images", "sdpa", {}, f"{NO_POSITIONS}Qwen2VLForConditionalGeneration counts positions of images too; accepted are"),
     ("relative positions", "strobe", {}, "NotImplementedError: T5EncoderModel inside context_parallel(): it would count"),
     ("linear attention", "sdpa", {}, "NotImplementedError: Qwen3NextForCausalLM inside context_parallel(): its layers of type linear_"),
-    ("attention of its own", "sdpa", {}, "NotImplementedError: FalconForCausalLM inside context_parallel(): it has attention of its own"),
+    ("attention of its own", "sdpa", {}, "NotImplementedError: attn_mask: a mask of whole sequences in a model's own call"),
     ("recurrent", "eager", {}, "ValueError: attn_implementation: 'eager' of MambaForCausalLM inside context_parallel()"),
     ("grouped heads", "eager", {}, "ValueError: attn_implementation: 'eager' of LlamaForCausalLM inside context_parallel(); accepted"),
     ("grouped heads", "flex_attention", {}, "ValueError: attn_implementation: 'flex_attention' of LlamaForCausalLM"),

@@ -106,9 +106,6 @@ def _check(model: Any) -> None:
         accepted = " and ".join(repr(each) for each, x in known.items() if x is attention_forward)
         how = "model.set_attn_implementation() sets one"
         raise ValueError(f"attn_implementation: {own!r} of {name} {INSIDE}; accepted are {accepted}, which see whole sequences ({how})")
-    if type(model).__module__.startswith("transformers.") and not getattr(model, "_supports_attention_backend", True):
-        accepted = "accepted are models that take attention functions by their names"
-        raise NotImplementedError(f"{name} {INSIDE}: it has attention of its own, among this rank's tokens; {accepted}")
     others = {*(getattr(model.config, "layer_types", None) or ())} - _LAYERS
     if others or getattr(model, "_is_stateful", False):
         layers = f"its layers of type {', '.join(sorted(others))}" if others else "its recurrent layers"

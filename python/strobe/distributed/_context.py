@@ -178,6 +178,9 @@ def _sdpa(
             return sdpa.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         finally:
             CONTEXTS[:] = inside
+    if hasattr(attn_mask, "shard"):  # a MaskFunction
+        accepted = "accepted are models of transformers that take attention functions by their names"
+        raise NotImplementedError(f"attn_mask: a mask of whole sequences in a model's own call of this function; {accepted}")
     is_added = isinstance(attn_mask, Tensor) and attn_mask.is_floating_point()
     of_scores: dict[str, Any] = {} if attn_mask is None else {"bias" if is_added else "mask": attn_mask}
     options: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "alignment": "top_left"}
