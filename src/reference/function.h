@@ -32,8 +32,8 @@ struct Pair {
 class Function {
 public:
   // root: the node of the result; -1: there is no function. by: the node by which it is differentiated, a LOAD; -1: SCORE.
-  // tangents: of the captured tensors.
-  Function(std::span<const Node> all, int32_t root, const Captured *captured, const Captured *tangents, int32_t by = -1)
+  // tangents: of the captured tensors; null: they have none.
+  Function(std::span<const Node> all, int32_t root, const Captured *captured, const Captured *tangents = nullptr, int32_t by = -1)
       : captured(captured), tangents(tangents), by(by) {
     if (root < 0) return;
     nodes.assign(all.begin(), all.begin() + root + 1), values.resize(nodes.size());
@@ -129,8 +129,8 @@ private:
     if (c.dtype == DType::boolean) return {*one.at<uint8_t>(0, 0, 0, 0) != 0, {}};
     if (c.dtype == DType::i32) return {*one.at<int32_t>(0, 0, 0, 0), {}};
     if (c.dtype == DType::i64) return {*one.at<int64_t>(0, 0, 0, 0), {}};
+    if (!tangents || !tangents[n.captured]) return {0, {load(one, 0, 0, 0, 0)}};
     const Captured &t = tangents[n.captured];
-    if (!t) return {0, {load(one, 0, 0, 0, 0)}};
     View tangent;
     place = 0;
     for (int32_t axis = 0; axis < n.count; axis++) place += index(n, axis) * t.stride[axis];

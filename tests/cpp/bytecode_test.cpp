@@ -403,7 +403,7 @@ struct Listed {
   int inputs;
   std::string takes, gives;
 };
-const Listed kOperations[] = {
+const Listed kListed[] = {
 #define STROBE_OPERATION(name, number, inputs, takes, gives) {#name, Op::name, inputs, takes, gives},
 #include "strobe/operations.inc"
 };
@@ -447,7 +447,7 @@ TEST_CASE("bytecode: kept for calls of one shape, and reads the memory of each")
 
 TEST_CASE_TEMPLATE("bytecode: every operation of reals", T, float, double) {
   Tables tables;
-  for (const Listed &row : kOperations) {
+  for (const Listed &row : kListed) {
     if (row.inputs < 1 || row.takes.find('R') == std::string::npos || row.op == Op::TO_INTEGER) continue;
     Graph g;
     const int32_t x = g.add(Op::SCORE), i = g.add(Op::QUERY), j = g.add(Op::KEY);
@@ -468,7 +468,7 @@ TEST_CASE_TEMPLATE("bytecode: every operation of reals", T, float, double) {
 
 TEST_CASE_TEMPLATE("bytecode: every operation of integers and booleans", T, float, double) {
   Tables tables;
-  for (const Listed &row : kOperations) {
+  for (const Listed &row : kListed) {
     if (row.inputs < 1 || row.takes.find_first_of("IB") == std::string::npos) continue;
     for (const bool boolean : {false, true}) {
       if (row.takes.find(boolean ? 'B' : 'I') == std::string::npos) continue;

@@ -96,7 +96,7 @@ TEST_CASE("captured gradients: the program has a row for each LOAD on which the 
   a.score_function = &function;
   Reasons reasons;
   const score::CapturedTensors given = {&reals, &reals, &integers}, wanted = {&reals, &reals};
-  const score::Programs made = score::make_programs(a, given, wanted, reasons), without = score::make_programs(a, given, {}, reasons);
+  const score::Programs made = score::make_programs(a, given, {wanted}, reasons), without = score::make_programs(a, given, {}, reasons);
   REQUIRE(reasons.size() == 0);
   CHECK(without.gradients == nullptr);
   CHECK(made.program->digest == without.program->digest); // kernels of the other gradients are the same
@@ -108,7 +108,7 @@ TEST_CASE("captured gradients: the program has a row for each LOAD on which the 
     CHECK(score::formula(gradients.graph, gradients.loads[n].slope) == slope);
   }
   const score::CapturedTensors first = {&reals};
-  CHECK(score::make_programs(a, given, first, reasons).gradients->digest == gradients.digest); // captured_1 has no row
+  CHECK(score::make_programs(a, given, {first}, reasons).gradients->digest == gradients.digest); // captured_1 has no row
 }
 
 TEST_CASE("captured gradients: each reason against one") {

@@ -259,7 +259,7 @@ Problem with_table(int64_t number, double factor, int64_t length = 100, DType dt
   p.program = std::make_shared<const Program>(f);
   return p;
 }
-score::CudaFunctions made(const Problem &p) { return {p, true}; }
+score::CudaFunctions made(const Problem &p) { return {p, true, false}; }
 
 } // namespace
 
@@ -306,7 +306,7 @@ TEST_CASE("functions: the launch that computes ahead takes time") {
   const auto seconds = [&](int64_t length) {
     Problem p = with_table(63, 0.5);
     p.seqlen_q = p.seqlen_k = length;
-    p.cuda_functions = std::make_shared<const score::CudaFunctions>(p, true);
+    p.cuda_functions = std::make_shared<const score::CudaFunctions>(p, true, false);
     return cuda::ahead_seconds(p, device);
   };
   CHECK(seconds(64) == 0); // nothing is computed ahead
@@ -415,7 +415,7 @@ TEST_CASE("functions: a function that adds, or hides, needs no derivative") {
     Program f;
     f.score = build(f.graph, f.graph.add(Op::SCORE)), f.form = Form::general;
     differentiate(f);
-    return only_adds(f);
+    return only_adds(f, false);
   };
   CHECK(program([](Graph &g, int32_t x) { return g.add(Op::ADD, {x, g.real(2)}); }));
   CHECK_FALSE(program([](Graph &g, int32_t x) { return g.add(Op::MULTIPLY, {x, g.real(2)}); }));

@@ -113,7 +113,7 @@ private:
 bool holds(const Graph &graph, int32_t n, const oracle::Pair &at, const Bounds &bounds, const Captured *captured) {
   const Kind kind = graph[n].kind;
   if (kind == Kind::real) {
-    const double x = oracle::Function(graph.nodes(), n, captured).real(at).value;
+    const double x = oracle::Function(graph.nodes(), n, captured).real(at).value.value;
     return std::isnan(x) ? bounds.may_be_nan : bounds.real.least <= x && x <= bounds.real.most;
   }
   Graph more = graph;
