@@ -345,7 +345,7 @@ private:
     case Op::ROUND:
       return {std::nearbyint(x.value)};
     case Op::ARCCOSH_FROM_1: {
-      const Tangent t = x.value > 1 ? x - 1 : 0, sinh = sqrt(t) * sqrt(t + 2);
+      const Tangent t = x.value <= 1 ? 0 : x - 1, sinh = sqrt(t) * sqrt(t + 2);
       Dual distance = made(log1p(t + sinh), t.value == 0 ? Dual{} : a, 1 / sinh);
       distance.varies = a.varies;
       return distance;

@@ -290,7 +290,7 @@ std::shared_ptr<const TangentProgram> tangents_of(const Program &from, const Cap
   std::vector<std::pair<int32_t, int32_t>> direction;
   for (int32_t n = 0; n < from.graph.size(); n++) {
     const Node &node = from.graph[n];
-    if (!needed[size_t(n)] || node.op != Op::LOAD) continue;
+    if (!needed[size_t(n)] || node.op != Op::LOAD || node.captured == kSlopesRead) continue; // slopes have no derivative
     if (const int32_t place = program->place[size_t(node.captured)]; place >= 0)
       direction.emplace_back(n, graph.load(place, Kind::real, {node.inputs.begin(), node.inputs.begin() + node.count}));
     if (!asked.gradients[size_t(node.captured)]) continue;

@@ -89,6 +89,10 @@ void (*const kHoldingAll[])(Call &) = {
     [](Call &c) { make_paged(c, true); },
     [](Call &c) { make_quantised(c, DType::i8, true, make_dense), make_for_reference(c); },
     [](Call &c) {
+      make_quantised(c, DType::e4m3, false, make_dense);
+      c.add("q", DType::e4m3, {B, H, Sq, D}), c.add("q_scale", DType::f16, {B, H, Sq}), c.add("out", DType::bf16, {B, H, Sq, Dv});
+    },
+    [](Call &c) {
       static PartOf part;
       make_part(c, part, Operation::backward, true);
     },

@@ -129,7 +129,7 @@ TEST_CASE("tuning: a table that is no use is ignored, with the reason") {
         {replaced(good, "bfloat16", "bfloat"), "dtype \"bfloat\" is none"},
         {replaced(good, "causal = false", "causal = no"), "\"causal\" is no, not true or false"},
         {table(entry(0, 32)), "\"tile_q\" is 0, not a whole number from 1 to 65536"},
-        {good + "\nengine = cuda-mma\n", "\"operation\" is missing"}}) {
+        {good + "\nengine = cuda-mma\n", "\"direction\" is missing"}}) {
     CAPTURE(text);
     const std::string reason = ignored(folder, text);
     CHECK(reason.starts_with("tuning table " + (folder / "table.txt") + " ignored: "));
