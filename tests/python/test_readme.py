@@ -167,7 +167,7 @@ def test_dir_shows_what_is_public():
     for module in (strobe, hyperbolic, compat, flash_attn):
         shown = dir(module)
         assert set(module.__all__) <= set(shown)
-        for name in shown:
+        for name in set(shown) - {"jax"}:  # that needs JAX: .ci/doors/jax
             x = getattr(module, name)
             of = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", "strobe")
             assert of.startswith("strobe"), f"{module.__name__}.{name}"

@@ -874,7 +874,7 @@ def test_pytorch_wants_determinism(compiled, monkeypatch):
         torch.use_deterministic_algorithms(wanted)
         try:
             for _ in range(2):
-                attend(q, k, v).sum().backward()
+                attend(q, k, v, scale=0.2151).sum().backward()  # a number of its own: C prepares what is known but for its sizes
         finally:
             torch.use_deterministic_algorithms(False)
     assert {(True, False), (True, True)} <= set(asked)
