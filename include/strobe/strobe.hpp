@@ -9,7 +9,7 @@
 
 #if __cplusplus < 202002L
 #error "strobe.hpp needs C++20: compile with -std=c++20 (CMake: target_compile_features(... cxx_std_20)), or include strobe.h"
-#else // this alone is said
+#else // C++20: the rest of the file
 
 #include <algorithm>
 #include <array>

@@ -12,7 +12,7 @@ inline constexpr i32 kLinear = 0, kCapped = 1, kHyperbolic = 2;
 enum : i32 { kProgram = 3, kAdded = 4 };
 
 // Bits of Features::penalty. kDistance: the head's slope times |i + offset - j| is subtracted from what `function` gives; with kSigned the
-// distance is not a size, and with kFromZero it does not count the offset.
+// distance has its sign, and with kFromZero it does not count the offset.
 enum Penalty : i32 { kDistance = 1, kSigned = 2, kFromZero = 4 };
 
 // A value of Features::blocks.

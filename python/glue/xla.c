@@ -148,6 +148,7 @@ static int scalar_of(struct call *call, XLA_FFI_ByteSpan name, const XLA_FFI_Sca
   if (scalar->dtype != XLA_FFI_DataType_S64) return refuse(call, "an unknown number", name);
   int64_t x;
   memcpy(&x, scalar->value, sizeof x);
+  if ((!member || member->kind == WHOLE) && x != (int32_t)x) return refuse(call, "a number beyond 32 bits", name);
   if (is(name, "threads")) return call->threads = x, 1;
   if (is(name, "reserved_sms")) return call->reserved_sms = x, 1;
   if (!member || (member->kind != WHOLE && member->kind != WIDE)) return refuse(call, "an unknown option", name);
@@ -312,6 +313,10 @@ static XLA_FFI_Error *on_cuda(struct call *call, const XLA_FFI_CallFrame *frame,
     XLA_FFI_DeviceMemory_Free_Args args = {
         .struct_size = XLA_FFI_DeviceMemory_Free_Args_STRUCT_SIZE, .ctx = frame->ctx, .size = scratch.bytes, .data = scratch.data};
     XLA_FFI_Error *of_free = frame->api->XLA_FFI_DeviceMemory_Free(&args);
+    if (error && of_free) {
+      XLA_FFI_Error_Destroy_Args of_no_use = {.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, .error = of_free};
+      frame->api->XLA_FFI_Error_Destroy(&of_no_use);
+    }
     if (!error) error = of_free;
   }
   return error;

@@ -1,4 +1,4 @@
-// What a call computes. Tables are indexed by it, so that a new operation is a row, not a branch.
+// What a call computes, and the table of what each operation reads, writes and multiplies.
 #pragma once
 #include <cstdint>
 

@@ -4,8 +4,8 @@
 
 namespace strobe {
 
-// For tensors in host memory. For queries of padding, out and dq become 0 and LSE becomes -inf; for keys of padding, dk, dv and column sums
-// become 0.
+// For tensors in host memory. For queries of padding, out, tout, tlse and dq become 0 and LSE becomes -inf; for keys of padding, dk, dv and
+// column sums become 0.
 void clear_padding_of_queries(const Problem &, const Execution &, Operation);
 void clear_padding_of_keys(const Problem &, const Execution &, Operation);
 inline void clear_padding(const Problem &p, const Execution &execution, Operation operation) {

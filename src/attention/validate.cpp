@@ -223,8 +223,9 @@ private:
     constexpr const char *both = "missing beside {0}; accepted is both, or neither";
     if (!t.k_scale) reasons.add("k_scale", Code::missing, both, Argument{t.v_scale ? "v_scale" : "q_scale"});
     if (!t.v_scale) reasons.add("v_scale", Code::missing, both, Argument{t.k_scale ? "k_scale" : "q_scale"});
-    if (backward) reasons.add("k_scale", Code::excluded, "given in a backward; accepted is none: quantised keys have no gradients");
-    if (a.part) reasons.add("k_scale", Code::excluded, kOneOfTwo, Argument{"part"});
+    const char *const given = t.k_scale ? "k_scale" : t.v_scale ? "v_scale" : "q_scale";
+    if (backward) reasons.add(given, Code::excluded, "given in a backward; accepted is none: quantised keys have no gradients");
+    if (a.part) reasons.add(given, Code::excluded, kOneOfTwo, Argument{"part"});
     if (dtype == DType::f64)
       reasons.add("q", Code::dtype, "dtype {0} beside {2}; accepted is {1}", dtype, Types{DType::f32, DType::f16, DType::bf16},
                   Argument{"k_scale"});

@@ -20,7 +20,7 @@ double keys_read(const Problem &);
 // A note for explain(): max_logit and column_sums take a pass over the scores, and this pass takes `pass` of the `all` predicted seconds.
 std::string auxiliary_note(const Problem &, double pass, double all);
 
-// The multiplications and additions of the products: two products in the forward, five in the backward.
+// The multiplications and additions of the products: as OperationRecord counts them.
 double flops(const Problem &, Operation);
 
 } // namespace strobe

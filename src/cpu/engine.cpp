@@ -197,8 +197,8 @@ struct DequantisedQueries {
     own.q_scale = Scales();
     own.q.data = static_cast<char *>(to), own.q.dtype = p.dtype;
     own.q.stride[3] = 1, own.q.stride[2] = width, own.q.stride[1] = rows * width, own.q.stride[0] = p.varlen ? 0 : p.heads * rows * width;
-    constexpr int64_t kMostItems = 4096;
-    const int64_t all = sequences * p.heads * rows, items = std::min(all, kMostItems);
+    constexpr int64_t kMostItems = 4096, kNumbersOfItem = 16384; // fewer numbers are not worth a thread
+    const int64_t all = sequences * p.heads * rows, items = std::clamp<int64_t>(all * width / kNumbersOfItem, 1, kMostItems);
     execution.run(int32_t(items), [&](int32_t item) {
       for (int64_t n = all * item / items; n < all * (item + 1) / items; n++) {
         const int64_t b = n / rows / p.heads, h = n / rows % p.heads, i = n % rows;

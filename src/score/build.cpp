@@ -424,9 +424,10 @@ Programs make_programs(const strobe_attention &a, const CapturedTensors &given, 
   const bool wants = belong(kGradients, wanted);
   if (asked.tangents && belong(kTangents, *asked.tangents)) {
     const auto count = [](const CapturedTensors &all) { return int(STROBE_MOST_CAPTURED) - int(std::ranges::count(all, nullptr)); };
+    const auto first = std::ranges::find_if(*asked.tangents, [](const strobe_tensor *t) { return t; }) - asked.tangents->begin();
     if (const int all = count(given) + count(*asked.tangents); all > STROBE_MOST_CAPTURED)
-      reasons.add(kTangents[0], strobe::Code::excluded, "{0} captured tensors and tangents of these; accepted are up to {1} together", all,
-                  int(STROBE_MOST_CAPTURED));
+      reasons.add(kTangents[first], strobe::Code::excluded, "{0} captured tensors and tangents of these; accepted are up to {1} together",
+                  all, int(STROBE_MOST_CAPTURED));
   }
   if (reasons.size() > before) return {};
   Programs made;

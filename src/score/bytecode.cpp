@@ -547,12 +547,14 @@ std::shared_ptr<Bytecode> compile(const Problem &p) {
     Shape shape;
     std::shared_ptr<Compiled> code;
   };
+  // Each call has tangents of its own. They follow from the program, so equal digests are enough.
+  const auto is_same = [](const auto &a, const auto &b) { return a == b || (a && b && a->digest == b->digest); };
   constexpr size_t kMost = 8;
   thread_local std::vector<Kept> kept; // the last used one comes first
   const Shape shape(p);
   const auto found = std::ranges::find_if(kept, [&](const Kept &k) {
-    return k.program == p.program && k.gradients == p.gradient_program && k.tangents == p.tangent_program && k.code.use_count() == 1 &&
-           k.shape == shape;
+    return k.program == p.program && k.gradients == p.gradient_program && is_same(k.tangents, p.tangent_program) &&
+           k.code.use_count() == 1 && k.shape == shape;
   });
   if (found == kept.end()) {
     if (kept.size() == kMost) kept.pop_back();

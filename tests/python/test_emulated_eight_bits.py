@@ -74,7 +74,6 @@ CALLS = {
     "pages": {"shape": (2, 2, 1, 60, 192, 64, 128), "page": 32, "options": {"seqused_k": [70, 161]}},
     "heads together": {"shape": (1, 8, 1, 9, 300, 128, 128), "options": {"causal": True}},
     "keys split": {"shape": (1, 1, 1, 60, 1300, 64, 64), "scales": "heads"},
-    "invariant": {"shape": (1, 2, 1, 70, 300, 64, 64), "scales": "heads", "options": {"invariant": True, "causal": True}},
     "ALiBi": {"shape": (1, 2, 2, 70, 200, 64, 64), "options": {"alibi_slopes": [0.1, 0.3], "causal": True}},
     "softcap and sinks": {"shape": (1, 2, 2, 70, 200, 64, 64), "options": {"softcap": 3.0, "sinks": [0.5, -1.0]}},
     "dropout": {"shape": (1, 2, 2, 70, 200, 64, 64), "options": {"dropout": 0.3, "seed": 5}},

@@ -55,7 +55,7 @@ private:
     Epilogue<C, kW>{group, a, item}.store(first, true);
   }
 
-  // Clears the rows of Q that belong to no head. The numbers that they held might move their references, and with them all of a warp's.
+  // Clears the rows of Q that belong to no head. What they held could make them rescale for nothing.
   static __device__ __forceinline__ void clear_spare_rows(const Arguments &a, const Shared &shared) {
     const u32 used = a.queries.by * (u32)a.packed, zeros[4] = {};
 #pragma unroll 1

@@ -27,7 +27,8 @@ using sm90::latent::kColumns, sm90::latent::kKeys, sm90::latent::kRows, sm90::la
 
 constexpr KernelSource kLatent{"sm90/latent/latent.h", "strobe::sm90::latent::Latent", "strobe::sm90::latent::Config", true};
 
-// Whether latent calls run here without being asked to. No GPU has run this kernel yet; until one has, cuda-mma stays the default.
+// Whether latent calls run here without being asked to. No GPU has run this kernel yet; until one has, cuda-mma stays the default. With it
+// stored_densely (engines.cpp) must keep V within K, and Prepared::run, which plans again where V lies elsewhere, must keep its workspace.
 constexpr bool kByItself = false;
 
 constexpr double kFlopsPerSm = 4e12, kBlockSeconds = 4e-6, kStart = 5e-6; // guessed: 60% of the peak; a block's start and end

@@ -89,7 +89,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Operation 
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
   program->predicted_seconds += ahead_seconds(p, device);
   if (dequantises) {
-    program->predicted_seconds += dequantising_seconds(p, device);
+    program->predicted_seconds += dequantising_q_seconds(p, device);
     program->notes.push_back(text("q dequantised to ", strobe::name(p.dtype), " first"));
   }
   if (unrolls_functions() && function_instructions(p) > kMostUnrolled) program->predicted_seconds *= kUnrolled;

@@ -38,7 +38,7 @@ Launch dequantise_queries(Problem &p, Scratch &scratch) {
   return launch;
 }
 
-double dequantising_seconds(const Problem &p, const Device &device) {
+double dequantising_q_seconds(const Problem &p, const Device &device) {
   constexpr double kLaunchSeconds = 3e-6, kBytes = 3, kBytesPerClock = 16; // for each number; per SM; guessed
   const double numbers = double(batches_of_q(p) * p.heads * rows_of_q(p)) * double(p.head_dim);
   return kLaunchSeconds + numbers * kBytes / (kBytesPerClock * device.clock_hz * device.sms);

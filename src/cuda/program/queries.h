@@ -9,6 +9,6 @@ namespace strobe::cuda {
 // The launch that dequantises Q to p.dtype. From then on p reads that Q, which has no scales.
 Launch dequantise_queries(Problem &p, Scratch &);
 // The launch's predicted time.
-double dequantising_seconds(const Problem &, const Device &);
+double dequantising_q_seconds(const Problem &, const Device &);
 
 } // namespace strobe::cuda
