@@ -20,6 +20,7 @@ from cases import Inputs, build, contract, dense_problems
 from cases import call as inputs_of
 from check import FLOOR, Results, error, ulp
 from engines import beside_the_default
+from strobe import _attention
 
 CASES = [case for case in contract(2) if not (case["page"] or case["quant"])]
 
@@ -339,6 +340,84 @@ def test_functions_of_the_score():
             inner = sum((g * t).sum() for g, t in zip(first, (*tangents, ttable, tgate), strict=True))
             results.append(torch.autograd.grad(inner, leaves))
         close(*results)
+
+
+def test_alibi():
+    """Slopes beside nothing else, one for each head or sequence and head, and beside what a function of the score reads."""
+    primals, tangents = qkv(), qkv(seed=1)
+    table, ttable = (torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
+    behind = (torch.arange(9)[:, None] - torch.arange(9)).clamp(min=0)
+
+    def plain_of(slopes: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        s = s + torch.tanh(s) * table[:, None, :] - slopes[..., None, None].double() * behind
+        return torch.softmax(s.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf), -1) @ v
+
+    def second(f: Any, leaves: Any) -> Any:
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        first = torch.autograd.grad(f(*leaves).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum((g * t).sum() for g, t in zip(first, (*tangents, ttable), strict=False)), leaves)
+
+    for slopes in (torch.tensor([0.5, 0.25]), torch.tensor([[0.5, 0.25], [1.0, 0.125]])):
+        for engine in engines_of({"dtype": "float64"}):
+            given = {"causal": True, "alibi_slopes": slopes, "engine": engine}
+
+            def with_table(q: Tensor, k: Tensor, v: Tensor, table: Tensor, given: Any = given) -> Tensor:
+                return strobe.attention(q, k, v, score=lambda x, b, h, i, j: x + torch.tanh(x) * table[h, j], **given)
+
+            of_plain = functools.partial(plain_of, slopes)
+            found = strobe.attention_jvp(
+                *primals,
+                *tangents,
+                score=lambda x, b, h, i, j: x + torch.tanh(x) * table[h, j],
+                captured=[table],
+                tcaptured=[ttable],
+                **given,
+            )
+            close(found, torch.func.jvp(of_plain, (*primals, table), (*tangents, ttable)))
+            close(second(with_table, (*primals, table)), second(of_plain, (*primals, table)))
+            alone = functools.partial(of_plain, table=torch.zeros_like(table))
+            close(strobe.attention_jvp(*primals, *tangents, **given), torch.func.jvp(alone, tuple(primals), tuple(tangents)))
+            close(second(functools.partial(strobe.attention, **given), primals), second(alone, primals))
+
+
+def test_a_tangent_of_the_bias_that_all_samples_share():
+    primals = qkv(2, 2, 5, 4)
+    samples = torch.stack([primals[0], primals[0].flip(-1), -primals[0]])
+    for shape in ((2, 2, 5, 5), (1, 2, 5, 5), (1, 1, 1, 5), (5, 5)):
+        bias, tbias = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (5, 6))
+
+        def product(q: Tensor, bias: Tensor = bias, tbias: Tensor = tbias) -> Tensor:
+            gradient = torch.func.grad(lambda b: strobe.attention(q, *primals[1:], bias=b).square().sum())
+            return torch.func.jvp(gradient, (bias,), (tbias,))[1]
+
+        close(torch.func.vmap(product)(samples), torch.stack([product(q) for q in samples]))
+
+
+def test_slopes_that_require_grad_are_refused():
+    q, k, v = qkv()
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    match = r"^alibi_slopes: requires grad, and attention has no gradient of it"
+    for engine in (None, "reference"):
+        with pytest.raises(NotImplementedError, match=match):
+            strobe.attention_jvp(q, k, v, q, alibi_slopes=slopes, engine=engine)
+        out, lse = strobe.attention(q, k, v, alibi_slopes=slopes.detach(), return_lse=True)
+        leaf = q.clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match=match):
+            strobe.attention_backward(out, leaf, k, v, out, lse, alibi_slopes=slopes, engine=engine)
+        strobe.attention_backward(out, q, k, v, out, lse, alibi_slopes=slopes, engine=engine)  # autograd has no part in this
+        with torch.no_grad():
+            strobe.attention_jvp(q, k, v, q, alibi_slopes=slopes, engine=engine)
+
+
+def test_shards_are_refused(monkeypatch):
+    """Within context_parallel(), of which the calls see only that there is one."""
+    q, k, v = qkv()
+    out, lse = strobe.attention(q, k, v, return_lse=True)
+    monkeypatch.setattr(_attention, "CONTEXTS", [object()])
+    for name, arguments in (("attention", (q, k, v)), ("attention_jvp", (q, k, v, q)), ("attention_backward", (out, q, k, v, out, lse))):
+        with pytest.raises(RuntimeError, match=rf"^{name}\(\) inside context_parallel\(\): the tensors are shards; accepted is"):
+            getattr(strobe, name)(*arguments)
 
 
 def test_a_compiled_step():
