@@ -46,24 +46,26 @@ def attention(
 ) -> Any:
     """Exact softmax attention, softmax(scale · q·kᵀ) · v with the options below, in memory linear in the sequence length.
 
-    With torch tensors, the result is differentiable once in q, k, v, bias, sinks and what a function of the score reads, and so is the
-    returned lse. torch.compile, autocast and activation checkpointing work. NumPy arrays give NumPy arrays; attention_backward() computes
-    their gradients.
+    With torch tensors, the result is differentiable in q, k, v, bias, sinks and what a function of the score reads, and so is the
+    returned lse: twice, and in forward mode, on CPUs, once on GPUs. torch.compile, autocast and activation checkpointing work. NumPy arrays
+    give NumPy arrays; attention_backward() computes their gradients.
 
     B is the number of batches, H that of query heads and Hkv that of key heads. H is a multiple of Hkv: query head h reads key head
     h // (H / Hkv). Sq and Sk are the lengths. The head dimensions are 1 to 576 for D, 1 to 512 for Dv.
 
     Args:
-        q: (B, H, Sq, D), or (B, Sq, H, D) with layout "bshd"; float32, float16, bfloat16 or float64. Any strides are read in place.
-        k: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), in q's dtype.
-        v: (B, Hkv, Sk, Dv) or (B, Sk, Hkv, Dv), in q's dtype.
+        q: (B, H, Sq, D), or (B, Sq, H, D) with layout "bshd"; float32, float16, bfloat16 or float64, or float8_e4m3fn with q_scale. Any
+            strides are read in place.
+        k: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), in q's dtype, or quantised, with k_scale.
+        v: (B, Hkv, Sk, Dv) or (B, Sk, Hkv, Dv), in k's dtype.
         return_lse: True returns (out, lse).
         aux: names of further results: "max_logit", "column_sums" or both. A named tuple is then returned: out, lse if asked for, and
             these in the order of their names. They have no gradient, and take another pass over the scores; explain() says how long.
         {options}
 
     Returns:
-        out: (B, H, Sq, Dv), (B, Sq, H, Dv) or (Tq, H, Dv), in q's dtype. Its heads and its sequence lie in memory in the same order as q's.
+        out: (B, H, Sq, Dv), (B, Sq, H, Dv) or (Tq, H, Dv), in q's dtype, or with q_scale in out_dtype. Its heads and its sequence lie in
+            memory in the same order as q's.
         lse, if asked for: (B, H, Sq) in either layout, or (H, Tq); float32, or float64 if q is. It is the natural logarithm of the
         softmax's denominator. A query that sees no key has the output 0, and its lse is -inf or the sink.
         max_logit, if asked for: (B, H), of packed sequences one row each, in lse's dtype. The largest score of a head after bias and
@@ -87,7 +89,7 @@ def attention(
             f"attention() takes q, k and v by their places, and {len(unnamed)} more were given; options are named, as in causal=True"
         )
     if CONTEXTS:
-        raise RuntimeError("attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention")
+        raise _of_shards("attention")
     plain = isinstance(aux, tuple) and not aux
     before_parsing = BEFORE_PARSING.get(type(q)) if plain else None
     if plain and before_parsing is None and (late := imported_late(type(q))) is not None:
@@ -119,6 +121,10 @@ def attention(
     if plain:
         _prepared.remember(call, q, k, v, return_lse, options)
     return _returned(results, return_lse, names)
+
+
+def _of_shards(function: str) -> RuntimeError:
+    return RuntimeError(f"{function}() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention")
 
 
 @outside_graphs
@@ -210,6 +216,8 @@ def attention_backward(
     Raises:
         The errors of attention().
     """
+    if CONTEXTS:
+        raise _of_shards("attention_backward")
     if is_traced_by_dynamo() and in_options(options):
         graph_break(OUTSIDE.format("strobe.attention_backward"))
         more: Any = {"dlse": dlse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "accumulate": accumulate, "captured": captured}
@@ -341,6 +349,8 @@ def attention_jvp(
     Raises:
         The errors of attention().
     """
+    if CONTEXTS:
+        raise _of_shards("attention_jvp")
     if is_traced_by_dynamo() and in_options(options):
         graph_break(OUTSIDE.format("strobe.attention_jvp"))
         more: Any = {"tbias": tbias, "tsinks": tsinks, "captured": captured, "tcaptured": tcaptured, "return_lse": return_lse}
@@ -366,7 +376,7 @@ def attention_jvp(
 
 
 def _like_input(call: Call, name: str, tangent: Array) -> Array:
-    """A tangent as the library takes it: that of sinks in 16 bits is cast as they are, and that of a bias has as many axes as it."""
+    """A tangent as the library takes it: that of sinks in 16 bits is cast as they are."""
     of = call.arrays[TANGENTS[name]]
     return call.framework.cast(tangent, of.dtype) if name == "tsinks" and tangent.dtype != of.dtype else tangent
 

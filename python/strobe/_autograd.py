@@ -404,11 +404,13 @@ def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
 def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
     if not _is_learning(call, *known.values()):
         return below_autograd((*known.values(), *call.arrays.values()), _prepared.backward, _operators.backward, call, known, names)
+    refuse_tracked_slopes(call.arrays)
     found: tuple[Tensor, ...] = _applied(_Gradients, call, (*known,), names, *known.values(), *call.arrays.values())
     return found
 
 
 def _differentiable_jvp(call: Call, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    refuse_tracked_slopes(call.arrays)
     if not _is_learning(call, *tangents.values()):
         return below_autograd((*tangents.values(), *call.arrays.values()), _prepared.jvp, _operators.jvp, call, tangents)
     found: tuple[Tensor, ...] = _applied(_Jvp, call, (*tangents,), *call.arrays.values(), *tangents.values())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._call import Call
 from ._operators import backward, backward_jvp, forward, implement, jvp
-from ._options import GRADIENTS, SCORES
+from ._options import GRADIENTS, SCORES, TANGENTS
 
 try:
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
@@ -67,7 +67,7 @@ def _folded(name: str, x: Tensor, dim: int | None, samples: int, batch: int, nee
         return x
     if dim is not None:
         x = x.movedim(dim, 0)
-    elif _serves_all(name, x) and f"d{name}" not in needed:
+    elif _serves_all(name, x) and f"d{TANGENTS.get(name, name)}" not in needed:  # a tangent has its input's shape
         return x
     else:
         x = x.expand(samples, *x.shape)

@@ -418,8 +418,8 @@ class AttentionOptions(TypedDict, total=False):
             "k and v are quantised: int8, float8_e4m3fn, float8_e5m2, or INT4 as uint8 of half the width, column 2c in the low nibble of "
             "byte c. Each stands for what is stored times its scale. Scales are float16 or float32, one for each key and head: (B, Hkv, "
             'Sk), (Tk, Hkv) or (pages, Hkv, page), heads and keys exchanged in layout "bshd"; one for each head, (Hkv,); or one for all, '
-            "() or (1,). q is float32, float16 or bfloat16, and out has its dtype. There are no gradients. strobe.kv.quantise makes data "
-            "and scales.",
+            "() or (1,). q is float32, float16 or bfloat16, and out has its dtype; q of FP8 has q_scale. There are no gradients. "
+            "strobe.kv.quantise makes data and scales.",
             has_rows_of="k",
         ),
     ]

@@ -4,6 +4,7 @@ PyTorch differentiates by itself."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -19,8 +20,8 @@ from cases import Inputs, build, contract, dense_problems
 from cases import call as inputs_of
 from check import FLOOR, Results, error, ulp
 from engines import beside_the_default
+from strobe import _attention
 
-IN_FLOAT64 = ("cpu-avx512", "cpu-avx2", "cpu-neon", "cpu-baseline")  # the engines of float64 on a CPU
 CASES = [case for case in contract(2) if not (case["page"] or case["quant"])]
 
 
@@ -83,8 +84,55 @@ def plain_second(inputs: Inputs, tangents: Results, dtype: torch.dtype) -> Resul
     return dict(zip(wanted, found, strict=True))
 
 
-def compare(inputs: Inputs, found: Results, measure: Any, what: str) -> list[str]:
-    """What is wrong with results, against formulas in float64 and the error of the formulas in the call's dtype."""
+def terms_of(inputs: Inputs, tangents: Results) -> dict[str, float]:
+    """How large the terms are that cancel in second derivatives which vanish, as where each row sees one key: the formulas of
+    docs/semantics.md (Derivatives), with the absolute values of the products in D, dP and their tangents. The tangent of the score and that
+    of LSE are not rounded to 16 bits, so theirs count by as much less."""
+    if not inputs.q.numel():
+        return {}
+    dtype = inputs.q.dtype
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / torch.finfo(dtype).eps
+    options = {name: tangents[f"t{name}"] if name == "bias" else x for name, x in inputs.options.items()}
+    direction = dataclasses.replace(inputs, q=tangents["tq"], k=tangents["tk"], v=tangents["tv"], dlse=None, options=options)
+    found: dict[str, list[Tensor]] = {name: [] for name in ("dq", "dk", "dv", "dbias")}
+    for (here, score, _), (along, tscore, _) in zip(dense_problems(inputs), dense_problems(direction), strict=True):
+        q, k, v, dout, dlse = (None if x is None else x.double() for x in here)
+        tq, tk, tv = (x.double() for x in along[:3])
+        group = q.shape[1] // k.shape[1]
+        k, v, tk, tv = (x.repeat_interleave(group, 1) for x in (k, v, tk, tv))
+        if not q.numel() or not k.numel():
+            continue
+        x = (q @ k.mT * score.scale).requires_grad_()
+        s = score.softcap * torch.tanh(x / score.softcap) if score.softcap else x
+        s = plain.hyperbolic(s, *score.hyperbolic) if score.hyperbolic else s
+        (first,) = torch.autograd.grad(s.sum(), x, create_graph=True)
+        second = torch.autograd.grad(first.sum(), x)[0] if first.requires_grad else torch.zeros_like(first)
+        first, tx = first.detach(), (tq @ k.mT + q @ tk.mT) * score.scale
+        ts = first * tx + (0 if tscore.bias is None else tscore.bias.double())
+        # With the unit matrix as V, the formulas return P.
+        eye = torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:2], -1, -1)
+        p, _ = plain.attention(q, k, eye, dataclasses.replace(score, keep=None, bias=None if score.bias is None else score.bias.double()))
+        kept = 1.0 if score.keep is None else score.keep / score.keep_rate
+        change = (p * (ts - (p * ts).sum(-1, keepdim=True))).abs()
+        of_score = p * (ts.abs() + (p * ts.abs()).sum(-1, keepdim=True)) * wide
+        dp, tdp = kept * (dout.abs() @ v.abs().mT), kept * (dout.abs() @ tv.abs().mT)
+        both = dp + (p * dp).sum(-1, keepdim=True)  # |dP| + |D|
+        tboth = tdp + (p * tdp + change * dp).sum(-1, keepdim=True)
+        tds = change * both + p * tboth + of_score * (both if dlse is None else both + dlse.abs()[..., None])
+        dx = p * both * first.abs()
+        tdx = tds * first.abs() + p * both * (second * tx).abs()
+        found["dq"].append(abs(score.scale) * (tdx @ k.abs() + dx @ tk.abs()))
+        found["dk"].append((abs(score.scale) * (tdx.mT @ q.abs() + dx.mT @ tq.abs())).unflatten(1, (-1, group)).sum(2))
+        found["dv"].append(((kept * of_score).mT @ dout.abs()).unflatten(1, (-1, group)).sum(2))
+        if score.bias is not None:
+            axes = [axis for axis, n in enumerate(score.bias.shape) if n == 1]
+            found["dbias"].append(tds.sum(axes) if axes else tds)
+    shared = "bias" in inputs.options and inputs.options["bias"].shape[0] == 1  # by all sequences
+    return {name: float((sum if shared and name == "dbias" else max)(x.max() for x in each)) for name, each in found.items() if each}
+
+
+def compare(inputs: Inputs, found: Results, measure: Any, what: str, terms: dict[str, float] | None = None) -> list[str]:
+    """What is wrong with results, against formulas in float64 and the error of the formulas in the call's dtype. terms: terms_of()."""
     exact, dtype = measure(torch.float64), inputs.q.dtype
     rounded = [measure(dtype)] + ([measure(torch.float32)] if dtype in (torch.float16, torch.bfloat16) else [])
     wrong = []
@@ -95,15 +143,16 @@ def compare(inputs: Inputs, found: Results, measure: Any, what: str) -> list[str
             allowed += ulp(dtype, size)
         if dtype == torch.float64:
             allowed = max(allowed, 1e-11 * max(size, 1.0))
-        if size < 1e-9:  # it vanishes, as where each row sees one key: of the terms that cancel a rounding error is left
-            allowed += torch.finfo(dtype).eps * float(inputs.dout.double().abs().sum())
+        cancelling = (terms or {}).get(f"d{name}", 0.0)
+        if size < 1e-9 * cancelling:  # it vanishes: of the terms that cancel a rounding error is left
+            allowed += torch.finfo(dtype).eps * cancelling
         if not error(x, exact[name]) <= allowed:
             wrong.append(f"{what}: {name} is off by {error(x, exact[name]):.3g}, allowed is {allowed:.3g} of {size:.3g}")
     return wrong
 
 
 def engines_of(case: dict[str, Any]) -> list[str | None]:
-    return [None, "reference", *beside_the_default()]
+    return [None, "reference", *(engine for engine in beside_the_default() if takes(case, engine))]
 
 
 def run_jvp(inputs: Inputs, tangents: Results, engine: str | None) -> Results:
@@ -131,9 +180,9 @@ def run_second(inputs: Inputs, tangents: Results, engine: str | None) -> Results
     return dict(zip(wanted, second, strict=True))
 
 
-def takes(case: dict[str, Any], engine: str | None) -> bool:
+def takes(case: dict[str, Any], engine: str) -> bool:
     """Whether an engine takes every call of the case's dtype."""
-    return engine not in ("cpu-avx512bf16", "cpu-amx") or case["dtype"] == "bfloat16"
+    return engine.startswith("cpu-") and (engine not in ("cpu-avx512bf16", "cpu-amx") or case["dtype"] == "bfloat16")
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -141,14 +190,10 @@ def test_jvp(number):
     case, wrong = CASES[number], []
     inputs = build(case)
     tangents = directions(inputs)
+    measure = functools.lru_cache(lambda dtype: plain_jvp(inputs, tangents, dtype))
     for engine in engines_of(case):
-        try:
-            found = run_jvp(inputs, tangents, engine)
-        except NotImplementedError:
-            if not takes(case, engine):
-                continue
-            raise
-        wrong += compare(inputs, found, lambda dtype: plain_jvp(inputs, tangents, dtype), str(engine))
+        found = run_jvp(inputs, tangents, engine)
+        wrong += compare(inputs, found, measure, str(engine))
     assert not wrong, (case, wrong)
 
 
@@ -157,15 +202,32 @@ def test_second_derivatives(number):
     case, wrong = CASES[number], []
     inputs = build(case)
     tangents = directions(inputs)
+    measure = functools.lru_cache(lambda dtype: plain_second(inputs, tangents, dtype))
+    terms = terms_of(inputs, tangents)
     for engine in engines_of(case):
-        try:
-            found = run_second(inputs, tangents, engine)
-        except NotImplementedError:
-            if not takes(case, engine):
-                continue
-            raise
-        wrong += compare(inputs, found, lambda dtype: plain_second(inputs, tangents, dtype), str(engine))
+        found = run_second(inputs, tangents, engine)
+        wrong += compare(inputs, found, measure, str(engine), terms)
     assert not wrong, (case, wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_mistake_in_derivatives_that_vanish_is_found(dtype):
+    """Each row sees one key, so that P = 1, dP = D and tdP = tD; the mistaken results lack D, its tangent, or both."""
+    inputs = inputs_of(2, 4, 65, 65, 64, 64, dtype=dtype, dlse=False, window=(0, 0), bias=torch.zeros(2, 4, 65, 65, dtype=dtype))
+    tangents = directions(inputs)
+    q, k, v, dout, tq, tk, tv = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout, *(tangents[f"t{n}"] for n in "qkv")))
+    dp, tdp = (dout * v).sum(-1, keepdim=True) / 8, (dout * tv).sum(-1, keepdim=True) / 8
+
+    def judged(results: Results) -> list[str]:
+        measure = functools.lru_cache(lambda dtype: plain_second(inputs, tangents, dtype))
+        return [x.split()[1] for x in compare(inputs, results, measure, "formulas", terms_of(inputs, tangents))]
+
+    assert judged({"q": torch.zeros_like(q), "k": torch.zeros_like(k), "bias": torch.zeros(2, 4, 65, 65)}) == []
+    without_d = {"q": dp * tk, "k": dp * tq}
+    without_its_tangent = {"q": tdp * k, "k": tdp * q, "bias": torch.diag_embed(8 * tdp[..., 0])}
+    assert judged(without_d) == ["q", "k"]
+    assert judged(without_its_tangent) == ["q", "k", "bias"]
+    assert judged({name: x + without_its_tangent[name] for name, x in without_d.items()}) == ["q", "k"]
 
 
 def qkv(b: int = 2, h: int = 2, s: int = 9, d: int = 4, seed: int = 0) -> list[Tensor]:
@@ -260,7 +322,7 @@ def test_functions_of_the_score():
         return strobe.attention(q, k, v, causal=True, score=lambda x, b, h, i, j: torch.tanh(x * gate) * 3 + table[h, j] * x * x, **how)
 
     expected = torch.func.jvp(plain_of, (*primals, table, gate), (*tangents, ttable, tgate))
-    for engine in (None, "reference", *(x for x in beside_the_default() if x in IN_FLOAT64)):
+    for engine in engines_of({"dtype": "float64"}):
         found = strobe.attention_jvp(
             *primals,
             *tangents,
@@ -278,6 +340,84 @@ def test_functions_of_the_score():
             inner = sum((g * t).sum() for g, t in zip(first, (*tangents, ttable, tgate), strict=True))
             results.append(torch.autograd.grad(inner, leaves))
         close(*results)
+
+
+def test_alibi():
+    """Slopes beside nothing else, one for each head or sequence and head, and beside what a function of the score reads."""
+    primals, tangents = qkv(), qkv(seed=1)
+    table, ttable = (torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
+    behind = (torch.arange(9)[:, None] - torch.arange(9)).clamp(min=0)
+
+    def plain_of(slopes: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        s = s + torch.tanh(s) * table[:, None, :] - slopes[..., None, None].double() * behind
+        return torch.softmax(s.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf), -1) @ v
+
+    def second(f: Any, leaves: Any) -> Any:
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        first = torch.autograd.grad(f(*leaves).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum((g * t).sum() for g, t in zip(first, (*tangents, ttable), strict=False)), leaves)
+
+    for slopes in (torch.tensor([0.5, 0.25]), torch.tensor([[0.5, 0.25], [1.0, 0.125]])):
+        for engine in engines_of({"dtype": "float64"}):
+            given = {"causal": True, "alibi_slopes": slopes, "engine": engine}
+
+            def with_table(q: Tensor, k: Tensor, v: Tensor, table: Tensor, given: Any = given) -> Tensor:
+                return strobe.attention(q, k, v, score=lambda x, b, h, i, j: x + torch.tanh(x) * table[h, j], **given)
+
+            of_plain = functools.partial(plain_of, slopes)
+            found = strobe.attention_jvp(
+                *primals,
+                *tangents,
+                score=lambda x, b, h, i, j: x + torch.tanh(x) * table[h, j],
+                captured=[table],
+                tcaptured=[ttable],
+                **given,
+            )
+            close(found, torch.func.jvp(of_plain, (*primals, table), (*tangents, ttable)))
+            close(second(with_table, (*primals, table)), second(of_plain, (*primals, table)))
+            alone = functools.partial(of_plain, table=torch.zeros_like(table))
+            close(strobe.attention_jvp(*primals, *tangents, **given), torch.func.jvp(alone, tuple(primals), tuple(tangents)))
+            close(second(functools.partial(strobe.attention, **given), primals), second(alone, primals))
+
+
+def test_a_tangent_of_the_bias_that_all_samples_share():
+    primals = qkv(2, 2, 5, 4)
+    samples = torch.stack([primals[0], primals[0].flip(-1), -primals[0]])
+    for shape in ((2, 2, 5, 5), (1, 2, 5, 5), (1, 1, 1, 5), (5, 5)):
+        bias, tbias = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (5, 6))
+
+        def product(q: Tensor, bias: Tensor = bias, tbias: Tensor = tbias) -> Tensor:
+            gradient = torch.func.grad(lambda b: strobe.attention(q, *primals[1:], bias=b).square().sum())
+            return torch.func.jvp(gradient, (bias,), (tbias,))[1]
+
+        close(torch.func.vmap(product)(samples), torch.stack([product(q) for q in samples]))
+
+
+def test_slopes_that_require_grad_are_refused():
+    q, k, v = qkv()
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    match = r"^alibi_slopes: requires grad, and attention has no gradient of it"
+    for engine in (None, "reference"):
+        with pytest.raises(NotImplementedError, match=match):
+            strobe.attention_jvp(q, k, v, q, alibi_slopes=slopes, engine=engine)
+        out, lse = strobe.attention(q, k, v, alibi_slopes=slopes.detach(), return_lse=True)
+        leaf = q.clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match=match):
+            strobe.attention_backward(out, leaf, k, v, out, lse, alibi_slopes=slopes, engine=engine)
+        strobe.attention_backward(out, q, k, v, out, lse, alibi_slopes=slopes, engine=engine)  # autograd has no part in this
+        with torch.no_grad():
+            strobe.attention_jvp(q, k, v, q, alibi_slopes=slopes, engine=engine)
+
+
+def test_shards_are_refused(monkeypatch):
+    """Within context_parallel(), of which the calls see only that there is one."""
+    q, k, v = qkv()
+    out, lse = strobe.attention(q, k, v, return_lse=True)
+    monkeypatch.setattr(_attention, "CONTEXTS", [object()])
+    for name, arguments in (("attention", (q, k, v)), ("attention_jvp", (q, k, v, q)), ("attention_backward", (out, q, k, v, out, lse))):
+        with pytest.raises(RuntimeError, match=rf"^{name}\(\) inside context_parallel\(\): the tensors are shards; accepted is"):
+            getattr(strobe, name)(*arguments)
 
 
 def test_a_compiled_step():
