@@ -217,6 +217,11 @@ def _lowered(direction: int, primitive: Primitive, platform: str, ctx: Any, *ope
     names, avals = program.operands, ctx.avals_in
     if platform == "cpu":
         judge(program.call([*map(shape_of, avals)]), direction, planned=True)
+    elif direction in (JVP, BACKWARD_JVP):
+        raise NotImplementedError(
+            "strobe.jax.attention: a forward-mode or second derivative is asked for on a GPU; accepted are CPUs, or first derivatives by "
+            "jax.grad, jax.vjp or jax.jacrev"
+        )
     results = results_of(program) if direction == FORWARD else ("tout", "tlse") if direction == JVP else program.wanted
     if is_automatic(ctx.module_context.axis_context):
         both = ((names, avals), (results, ctx.avals_out))
