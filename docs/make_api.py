@@ -36,7 +36,9 @@ MODULES = (
 INTRODUCTION = """\
 # API
 
-Every public function and class of the Python package. `make api` writes this page from the docstrings, so do not edit it by hand.
+Every public function and class of the Python package, but those for JAX: [jax.md](jax.md) and `help(strobe.jax)` describe
+`strobe.jax.attention` and `strobe.jax.nn.dot_product_attention`. `make api` writes this page from the docstrings, so do not edit it by
+hand.
 [reference.md](reference.md) explains the options of `strobe.attention`, the engines and the limits; [semantics.md](semantics.md) has the
 formulas. [strobe.h](../include/strobe/strobe.h) and [strobe.hpp](../include/strobe/strobe.hpp) document the C and C++ interfaces."""
 WIDTH = 140

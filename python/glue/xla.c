@@ -226,7 +226,7 @@ static int tensor_of(struct call *call, XLA_FFI_ByteSpan name, const XLA_FFI_Buf
     shape[0] = 2;
   }
   strobe_glue_tensor(t, (uintptr_t)buffer->data, dtype, device_type, device_index, (int32_t)rank, shape, strides,
-                     rank == MOST_AXES && has_word(call->swapped, name));
+                     rank >= MOST_AXES - 1 && has_word(call->swapped, name));
   memcpy((char *)&call->tensors + member->offset, &t, sizeof t);
   return 1;
 }

@@ -104,6 +104,14 @@ def strobe_python_allocate(allocator: Any, count: int) -> Any:
     return ffi.from_handle(allocator)(count)
 
 
+def has_swapped_axes(name: str, array: Any, arrays: Mapping[str, Any]) -> bool:
+    """Whether axes 1 and 2 of a call's array change places for the library, with layout "bshd". arrays: those that the call reads."""
+    if name in SCALES:
+        of = arrays.get(SCALES[name])
+        return of is not None and len(of.shape) == MAX_RANK and len(array.shape) >= MAX_RANK - 1
+    return name in TOKENS and len(array.shape) == MAX_RANK  # packed tensors have no such axes
+
+
 class Structs:
     """A call's C structs: the options, the tensors, and where the call runs.
 
@@ -123,10 +131,7 @@ class Structs:
         alive = [views, attention]
         for named in (arrays, made):
             for name, array in named.items():
-                swapped = bshd and name in TOKENS and len(array.shape) == MAX_RANK  # packed tensors have no such axes
-                if bshd and name in SCALES:
-                    of = arrays.get(SCALES[name])
-                    swapped = of is not None and len(of.shape) == MAX_RANK and len(array.shape) >= MAX_RANK - 1
+                swapped = bshd and has_swapped_axes(name, array, arrays)
                 if name in SCORES and array.ndim < MAX_RANK:
                     array = array[(None,) * (MAX_RANK - array.ndim)]
                 alive.append(view(t, name, array, swapped))

@@ -96,6 +96,68 @@ def test_pages_and_quantised_keys():
         jax.grad(lambda q: strobe.jax.attention(q, k, v, **options, **scales).sum())(q)
 
 
+QUANTISED = ("int8", "float8_e4m3fn")  # float8: q is quantised as well
+
+
+def quantised(dtype, layout, b=2, h=4, hkv=2, sq=8, sk=8, d=32, scales="rows"):
+    """Arrays of a call over quantised k and v, by name. scales: one for each row, each head, or all."""
+    rng = np.random.default_rng(0)
+    sizes = {"q": (h, sq), "k": (hkv, sk), "v": (hkv, sk)}
+    found = {}
+    for name, (heads, rows) in sizes.items():
+        if dtype == "int8":
+            x = normal(b, heads, rows, d) if name == "q" else rng.integers(-9, 10, (b, heads, rows, d)).astype(np.int8)
+        else:
+            x = normal(b, heads, rows, d, dtype=dtype, seed=len(found))
+        shape = {"rows": (b, heads, rows), "heads": (heads,), "one": ()}[scales]
+        scale = np.asarray(0.1 + rng.random(shape), np.float32)
+        swap = (lambda a: a.swapaxes(1, 2).copy() if a.ndim > 2 else a) if layout == "bshd" else lambda a: a
+        found[name] = swap(x)
+        if name != "q" or dtype != "int8":
+            found[f"{name}_scale"] = swap(scale)
+    return found
+
+
+@pytest.mark.parametrize("scales", ["rows", "heads", "one"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("sizes", [{"h": 8, "hkv": 8}, {"h": 6, "hkv": 2, "sq": 5, "sk": 7}], ids=["heads are as many as keys", "others"])
+def test_scales(dtype, layout, scales, sizes):
+    """Beside the reference: where there are as many heads as keys, an exchange of their axes would go unnoticed."""
+    given = quantised(dtype, layout, scales=scales, **sizes)
+    wanted = strobe.reference(**given, causal=True, layout=layout)[0]
+    out = jax.jit(lambda given: strobe.jax.attention(**given, causal=True, layout=layout))(given)
+    assert out.dtype == (jnp.float32 if dtype == "int8" else jnp.bfloat16)
+    close(out, wanted, out.dtype.name)
+
+
+def test_out_dtype():
+    given = quantised("float8_e4m3fn", "bshd")
+    out = strobe.jax.attention(**given, layout="bshd", out_dtype=jnp.float16)
+    assert out.dtype == jnp.float16
+    close(out, strobe.reference(**given, layout="bshd")[0], "float16")
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_scales_of_groups(layout):
+    """A scale for each column and 32 rows has four axes."""
+    given = quantised("int8", layout, sk=40)
+    shape = (2, 2, 2, 32)  # heads and groups are as many
+    given["k_scale"] = (0.1 + np.random.default_rng(1).random(shape)).astype(np.float32)
+    out = strobe.jax.attention(**given, layout=layout, k_scale_group=32)
+    close(out, strobe.reference(**given, layout=layout, k_scale_group=32)[0])
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_scales_of_packed_queries_and_pages(layout):
+    """Packed queries and their scales have no axes to exchange; pages and theirs do."""
+    given = quantised("float8_e4m3fn", layout, b=3, h=4, hkv=4, sk=4, scales="rows")
+    given |= {"q": normal(4, 4, 32, dtype="float8_e4m3fn"), "q_scale": np.abs(normal(4, 4)) + np.float32(0.1)}
+    table, used = np.array([[2, 0], [1, 2]], np.int32), np.array([7, 3], np.int32)
+    options = {"cu_seqlens_q": np.array([0, 1, 4], np.int32), "page_table": table, "seqused_k": used, "layout": layout}
+    close(strobe.jax.attention(**given, **options), strobe.reference(**given, **options)[0], "bfloat16")
+
+
 def test_float8_keys():
     """XLA's threads take denormals for zero; FP8 would lose its small numbers."""
     q, k, v = normal(1, 2, 3, 32), normal(1, 2, 40, 32, dtype="float8_e4m3fn"), normal(1, 2, 40, 32, dtype="float8_e4m3fn")
@@ -201,6 +263,27 @@ class TestVmap:
         found = jax.vmap(call, axes)(*arrays)
         for n in range(3):
             close(found[n], call(arrays[0][n], arrays[1] if axes[1] is None else arrays[1][n]))
+
+    @pytest.mark.parametrize("scales", ["rows", "heads", "one"])
+    @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+    @pytest.mark.parametrize(
+        ("dtype", "mapped"),
+        [
+            *(("int8", name) for name in ("", "k_scale", "v_scale", "all")),
+            *(("float8_e4m3fn", name) for name in ("", "q_scale", "k_scale", "v_scale", "all")),
+        ],
+    )
+    def test_scales(self, dtype, layout, scales, mapped):
+        """Scales that samples have for themselves, and scales that they share."""
+        given = quantised(dtype, layout, scales=scales)
+        own = [name for name in given if name == "q" or mapped in (name, "all")]
+        several = {name: np.stack([x, -x if x.dtype == np.int8 else x / 2, x]).astype(x.dtype) for name, x in given.items() if name in own}
+        call = lambda mapped: strobe.jax.attention(**given | mapped, layout=layout)  # noqa: E731
+        found = jax.vmap(call)(several)
+        assert found.dtype == (jnp.float32 if dtype == "int8" else jnp.bfloat16)
+        for n in range(3):
+            sample = given | {name: np.asarray(x[n]) for name, x in several.items()}
+            close(found[n], strobe.reference(**sample, layout=layout)[0], found.dtype.name)
 
     def test_calls_by_themselves(self):
         q, k, v = tensors()

@@ -113,6 +113,27 @@ def test_refusals():
         jax.jvp(lambda q: jax.jvp(call, (q,), (q,))[1], (q,), (q,))
 
 
+def _lowered_for_a_gpu(transform):
+    q, k, v = ARRAYS
+    return jax.jit(transform(lambda q: strobe.jax.attention(q, k, v))).trace(q).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda call: lambda q: jax.jvp(call, (q,), (q,)),
+        lambda call: jax.hessian(lambda q: (call(q) ** 2).sum()),
+        lambda call: jax.grad(lambda q: (jax.grad(lambda q: (call(q) ** 2).sum())(q) ** 2).sum()),
+    ],
+    ids=["jvp", "hessian", "grad of grad"],
+)
+def test_gpus_have_gradients_alone(transform):
+    """Lowering needs no GPU."""
+    assert "strobe_attention" in _lowered_for_a_gpu(lambda call: jax.grad(lambda q: call(q).sum()))
+    with pytest.raises(NotImplementedError, match="forward-mode or second derivative is asked for on a GPU; accepted are CPUs"):
+        _lowered_for_a_gpu(transform)
+
+
 @pytest.mark.parametrize("name", ["bias", "sinks"])
 def test_on_several_devices(name):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))

@@ -85,8 +85,34 @@ def test_traced_scale():
     close(jax.jit(lambda s: dot_product_attention(q, k, v, scale=s))(0.3), jax.nn.dot_product_attention(q, k, v, scale=0.3))
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_scale_as_an_array(shape):
+    """An array whose value is known is the number that it holds, in all its bits."""
+    q, k, v = tensors("bfloat16")
+    scale = jnp.full(shape, 0.3)
+    assert jnp.array_equal(dot_product_attention(q, k, v, scale=scale), dot_product_attention(q, k, v, scale=float(np.float32(0.3))))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_traced_scale_multiplies_in_float32(dtype):
+    """Only the product is rounded: the scale, between two numbers of 16 bits, is not."""
+    q, k, v = tensors(dtype)
+    scale = np.float32(1 + 2.0**-9 + 2.0**-12)
+    scaled = (q.astype(np.float32) * scale).astype(q.dtype)
+    found = jax.jit(lambda s: dot_product_attention(q, k, v, scale=s))(scale)
+    assert jnp.array_equal(found, dot_product_attention(scaled, k, v, scale=1.0))
+
+
+def test_gradient_of_a_traced_scale():
+    q, k, v = tensors()
+    of = lambda call: jax.grad(lambda s: (call(q, k, v, scale=s) ** 2).sum())(jnp.float32(0.3))  # noqa: E731
+    close(of(dot_product_attention), of(jax.nn.dot_product_attention))
+
+
 def test_refusals_have_its_names():
     q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"scale: shape \(4,\); accepted is a number"):
+        dot_product_attention(q, k, v, scale=jnp.ones(4))
     with pytest.raises(ValueError, match=r"(?s)local_window_size: .*key: "):
         dot_product_attention(q, k[..., :3], v, local_window_size=(-1, 0))
     with pytest.raises(ValueError, match="query_seq_lengths: shape"):

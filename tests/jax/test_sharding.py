@@ -99,6 +99,27 @@ def test_packed():
     check(lambda *a: strobe.jax.attention(*a, cu_seqlens_q=cu, cu_seqlens_k=cu), (q, k, v), [P(None, "x")] * 3, mesh_of("4"))
 
 
+@pytest.mark.parametrize("scales", ["rows", "heads", "one"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(("hkv", "of_kv"), [(8, "y"), (2, "y"), (1, None)])
+def test_scales(hkv, of_kv, layout, scales):
+    """The scales of q lie where its heads do, those of k and v where theirs do; nothing is sent."""
+    mesh, rng = mesh_of("2x2"), np.random.default_rng(0)
+    arrays, specs = {}, {}
+    for name, heads, rows, axis in (("q", 8, 16, "y"), ("k", hkv, 8, of_kv), ("v", hkv, 8, of_kv)):
+        swap = (lambda x: x.swapaxes(1, 2).copy()) if layout == "bshd" else lambda x: x
+        arrays[name] = swap(normal(4, heads, rows, 16, dtype="float8_e4m3fn", seed=rows))
+        specs[name] = P("x", None, axis) if layout == "bshd" else P("x", axis)
+        shape = {"rows": (4, heads, rows), "heads": (heads,), "one": ()}[scales]
+        scale = np.asarray(0.1 + rng.random(shape), np.float32)
+        arrays[f"{name}_scale"] = swap(scale) if scales == "rows" else scale
+        specs[f"{name}_scale"] = {"rows": specs[name], "heads": P(axis), "one": P()}[scales]
+    call = jax.jit(lambda arrays: strobe.jax.attention(**arrays, causal=True, layout=layout))
+    sharded = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+    close(call(sharded), strobe.reference(**arrays, causal=True, layout=layout)[0], "bfloat16")
+    assert not re.search("all-|collective-permute", call.lower(sharded).compile().as_text())
+
+
 def test_sequence_axis_is_gathered():
     check(lambda *a: strobe.jax.attention(*a, causal=True), tensors(), [P("x", None, "y")] * 3, mesh_of("2x2"), gathers=True)
 

@@ -37,7 +37,8 @@ __all__ = ["attention"]
 def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, aux: Sequence[str] = (), **options: Unpack[AttentionOptions]) -> Any:
     """Exact softmax attention of JAX arrays; the arguments and results are those of strobe.attention, which help() of it describes.
 
-    It works inside jax.jit, and is differentiable once in q, k, v, bias, sinks and what a function of the score reads, by reverse mode.
+    It works inside jax.jit, and has gradients of q, k, v, bias, sinks and what a function of the score reads. On CPUs it has forward-mode
+    and second derivatives, too: jax.jvp, jax.jacfwd, jax.linearize, jax.hessian, and jax.grad or jax.jvp of a jax.grad.
     The whole call is judged when it is traced: a wrong argument raises there, and nothing is compiled.
 
     What differs from strobe.attention:

@@ -16,7 +16,7 @@ from jax.interpreters import batching
 
 from .._function import FIELDS as FUNCTIONS
 from .._graph import decoded
-from .._options import GRADIENTS, SCORES
+from .._options import GRADIENTS, SCALES, SCORES
 from ..arrays.base import Array
 from ._primitives import _evaluated, backward_jvp_p, backward_linearised_p, backward_p, bind, forward_p, linearised_p
 from ._program import OF_BACKWARD, TANGENTS, Program
@@ -46,7 +46,7 @@ def _folds(program: Program, names: Sequence[str], own: Sequence[tuple[int, ...]
         shared = dim is None and name not in wanted  # one for all samples, as it is
         if name in _SCORES or name == "alibi_slopes":
             fits = True
-        elif name in ("k_scale", "v_scale"):
+        elif name in SCALES:
             fits = shared if len(shape) < 3 else shape[0] == batch
         elif name.startswith("block_"):
             fits = shared and own[names.index("block_rows")][0] == 1
@@ -82,7 +82,7 @@ def _serves_all(name: str, x: Array) -> bool:
         return False
     if name in _SCORES:
         return bool(x.shape[0] == 1)
-    return x.ndim == 1 if name == "alibi_slopes" else not (name in ("k_scale", "v_scale") and x.ndim >= 3)
+    return x.ndim == 1 if name == "alibi_slopes" else not (name in SCALES and x.ndim >= 3)
 
 
 def _unfolded(name: str, x: Array, samples: int, batch: int, bias: tuple[int, ...]) -> Array:

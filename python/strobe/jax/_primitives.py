@@ -21,7 +21,7 @@ from .._options import GRADIENTS
 from .._part import is_partial
 from .._refusals import refusing
 from ..arrays.base import Array
-from ._program import TANGENTS, Program, attributes, judge, results_of, shape_of
+from ._program import TANGENTS, Program, attributes, judge, results_of, shape_of, swapped
 from ._sharding import Division, Tensor, divided, is_automatic, needs_devices
 
 _PLATFORMS = {"cpu": CPU, "CUDA": CUDA}
@@ -217,6 +217,11 @@ def _lowered(direction: int, primitive: Primitive, platform: str, ctx: Any, *ope
     names, avals = program.operands, ctx.avals_in
     if platform == "cpu":
         judge(program.call([*map(shape_of, avals)]), direction, planned=True)
+    elif direction in (JVP, BACKWARD_JVP):
+        raise NotImplementedError(
+            "strobe.jax.attention: a forward-mode or second derivative is asked for on a GPU; accepted are CPUs, or first derivatives by "
+            "jax.grad, jax.vjp or jax.jacrev"
+        )
     results = results_of(program) if direction == FORWARD else ("tout", "tlse") if direction == JVP else program.wanted
     if is_automatic(ctx.module_context.axis_context):
         both = ((names, avals), (results, ctx.avals_out))
@@ -226,7 +231,8 @@ def _lowered(direction: int, primitive: Primitive, platform: str, ctx: Any, *ope
         read = [n for n, name in enumerate(names) if name not in ("out", "lse")]
         names, operands = tuple(names[n] for n in read), tuple(operands[n] for n in read)
         ctx = ctx.replace(avals_in=[avals[n] for n in read])
-    return jax.ffi.ffi_lowering(_target(direction))(ctx, *operands, **attributes(program, names, results))
+    of_layout = swapped(program, dict(zip(names, ctx.avals_in, strict=True)), dict(zip(results, ctx.avals_out, strict=True)))
+    return jax.ffi.ffi_lowering(_target(direction))(ctx, *operands, **attributes(program, names, results, of_layout))
 
 
 def _target(direction: int) -> str:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._call import Call
+from .._call import Call, has_swapped_axes
 from .._core import ffi, lib
 from .._function import FIELDS as FUNCTIONS
 from .._graph import decoded
-from .._options import AUX, BLOCKS, FULL_BLOCKS, GRADIENTS, SCORES, TOKENS
+from .._options import AUX, BLOCKS, FULL_BLOCKS, GRADIENTS, SCORES
 from ..arrays.base import Array
 from ..arrays.jax import JAX, judging
 
@@ -76,11 +76,15 @@ def four_axes(arrays: Mapping[str, Array]) -> dict[str, Array]:
     return {name: x.reshape((1,) * (4 - x.ndim) + x.shape) if name in SCORES else x for name, x in arrays.items()}
 
 
+def swapped(program: Program, operands: Mapping[str, Array], results: Mapping[str, Array]) -> tuple[str, ...]:
+    """The operands and results whose axes 1 and 2 the handler exchanges."""
+    tensors = {**operands, **results} if program.option("bshd") else {}
+    return tuple(name for name, x in tensors.items() if has_swapped_axes(name, x, operands))
+
+
 @lru_cache(maxsize=1024)
-def attributes(program: Program, operands: tuple[str, ...], results: tuple[str, ...]) -> dict[str, Any]:
-    """The attributes of a custom call, whose operands and results have these names in strobe_tensors."""
-    bshd = bool(program.option("bshd"))
-    swapped = [name for name in (*operands, *results) if bshd and (name in TOKENS or name in ("k_scale", "v_scale"))]
+def attributes(program: Program, operands: tuple[str, ...], results: tuple[str, ...], swapped: tuple[str, ...]) -> dict[str, Any]:
+    """The attributes of a custom call, whose operands and results have these names in strobe_tensors. swapped: see swapped()."""
     found: dict[str, Any] = {
         "operands": " ".join(operands),
         "results": " ".join(results),

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._function import FIELDS as FUNCTIONS
 from .._graph import decoded
-from .._options import GRADIENTS, SCORES
+from .._options import GRADIENTS, SCALES, SCORES
 from ..arrays.base import Array
 from ._program import TANGENTS, Program
 
@@ -38,8 +38,8 @@ def _axes(tensor: Tensor, program: Program, packed: bool) -> list[str]:
     of_pages = "page_table" in program.names
     name = TANGENTS.get(name, name)
     source = GRADIENTS.get(name, name)
-    heads = HEADS_KV if source in ("k", "v", "k_scale", "v_scale") else HEADS
-    if source in ("q", "k", "v", "out", "dout", "k_scale", "v_scale"):
+    heads = HEADS_KV if SCALES.get(source, source) in ("k", "v") else HEADS
+    if source in ("q", "k", "v", "out", "dout", *SCALES):
         if rank < 2:
             found = [heads] * rank if tensor.shape != (1,) else [OTHER]
         elif packed and not (of_pages and heads == HEADS_KV):

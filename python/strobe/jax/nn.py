@@ -40,13 +40,14 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """softmax(scale · query · keyᵀ + bias) · value, differentiable once in query, key, value and bias of any shape.
+    """softmax(scale · query · keyᵀ + bias) · value, with gradients of query, key, value and bias of any shape, and on CPUs with the
+    other derivatives that strobe.jax.attention has.
 
     Args:
         query: (B, T, N, H) or (T, N, H); float32, float16, bfloat16 or float64. H is up to 576.
         key, value: (B, S, K, H) or (S, K, H), in query's dtype; N is a multiple of K. value may have another width, up to 512.
         bias: broadcasts to (B, N, T, S), in any float dtype, and is added to the scores. mask: bool, likewise; True = attend.
-        scale: None means 1/sqrt(H). It may be traced.
+        scale: a number; None means 1/sqrt(H). A traced one multiplies query in float32, which is then rounded to query's dtype.
         is_causal: query i sees the keys j <= i, whatever T and S are.
         query_seq_lengths, key_value_seq_lengths: int32 (B,): the output of queries behind a length is 0; keys behind it are not seen.
         local_window_size: (left, right), or one integer for both: query i sees the keys i - left to i + right.
@@ -57,7 +58,7 @@ def dot_product_attention(
         (B, T, N, H) or (T, N, H), in query's dtype. A query that sees no key has output 0.
 
     Raises:
-        The errors of strobe.jax.attention. docs/compat.md lists what differs from JAX.
+        The errors of strobe.jax.attention. docs/jax.md lists what differs from JAX.
     """
     if implementation not in (None, "xla", "cudnn"):
         raise refusing(ValueError, "implementation", f"{shown(implementation)}; accepted is 'xla', 'cudnn' or None")
@@ -65,8 +66,8 @@ def dot_product_attention(
     bias, mask = (x if x is None else _with_batch(x) for x in (bias, mask))
     if bias is not None and is_jax_array(bias) and bias.dtype != q.dtype:
         bias = bias.astype(jnp.promote_types(q.dtype, jnp.float32))
-    if scale is not None and is_jax_array(scale):
-        q, scale = q * scale.astype(q.dtype), 1.0
+    if is_jax_array(scale):
+        q, scale = _scaled(q, scale)
     if query_seq_lengths is not None:
         query_seq_lengths = jnp.asarray(query_seq_lengths)
         refuse(_unfit_lengths(query_seq_lengths, q))
@@ -91,6 +92,17 @@ def dot_product_attention(
 def _with_batch(x: Any) -> Any:
     x = jnp.asarray(x)
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _scaled(q: Any, scale: Any) -> tuple[Any, Any]:
+    """q and the scale, a number. A traced one is none yet: q is multiplied by it."""
+    if scale.size != 1:
+        raise refusing(ValueError, "scale", f"shape {scale.shape}; accepted is a number")
+    scale = scale.reshape(())
+    if not isinstance(scale, jax.core.Tracer):
+        return q, float(scale)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    return (q.astype(wide) * scale.astype(wide)).astype(q.dtype), 1.0
 
 
 def _window(size: Any) -> Any:
