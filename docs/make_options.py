@@ -29,6 +29,7 @@ RULES = {
     "seqused_k": "semantics.md#keys-that-count",
     "page_table": "semantics.md#keys-in-pages",
     "k_scale": "semantics.md#quantised-keys-and-values",
+    "q_scale": "semantics.md#fp8-queries",
     "block_mask": "semantics.md#block-sparsity",
     "part": "semantics.md#parts-of-a-problem",
     "invariant": "semantics.md#invariant-results",

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 from aiohttp import web
-from engine import Engine, Request, Stream, Token
+from engine import Engine
 from protocol import Chat, Completion, Text, token_of, usage
+from work import Request, Stream, Token
 
 
 class Piece(NamedTuple):
@@ -86,4 +87,5 @@ async def streamed(
 
 
 def wrong(message: str, kind: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": message.partition(":")[0], "code": None}}
+    param = message.partition(":")[0] if kind == "invalid_request_error" else None
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}

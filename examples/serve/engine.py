@@ -5,56 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
 
 import torch
 from cache import Batch, Cache, Pages
 from model import ROWS, step
 from tokenizers import Tokenizer
+from work import Request, Stream, Token, room_of, sample
 
 from strobe_tools.train.data import END_OF_DOCUMENT
 from strobe_tools.train.model import GPT
 
-_LEAST_TEMPERATURE = 0.01  # below it the likeliest token comes
-Stream: TypeAlias = "asyncio.Queue[tuple[Request, Token | Exception | None]]"
 
-
-class Token(NamedTuple):
-    id: int
-    logprob: float = 0.0
-    likeliest: list[tuple[int, float]] = []  # noqa: RUF012  (never changed)
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt, and how it is to be answered."""
-
-    prompt: list[int]
-    max_tokens: int
-    temperature: float
-    seed: int | None
-    logprobs: int | None  # how many of the likeliest tokens are told with each token; None: no probabilities
-    stream: Stream  # gets the request with each token; with None at its end, or with the error that ended it
-    shared: int = 0  # tokens of the prompt whose keys another request had computed
-    pages: list[int] = field(default_factory=list)
-    held: int = 0  # tokens in the cache
-    answer: list[int] = field(default_factory=list)
-    is_gone: bool = False  # the client has gone
-
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator()  # its own, so that no other request draws from it
-        self.seed = self.generator.seed() if self.seed is None else self.generator.manual_seed(self.seed).initial_seed()
-
-    @property
-    def waiting(self) -> list[int]:
-        """The tokens that are not in the cache yet: what is left of the prompt, or the newest token."""
-        return (self.prompt + self.answer)[self.held :]
-
-    @property
-    def room(self) -> int:
-        """The most tokens whose keys the request may hold in the cache. The last token of the answer has no keys there."""
-        return len(self.prompt) + self.max_tokens - 1
+class BusyError(Exception):
+    """Too many requests wait."""
 
 
 class Engine:
@@ -69,35 +32,58 @@ class Engine:
         page_size: int = 16,
         cache_dtype: torch.dtype = torch.int8,
         step_tokens: int = 8 * ROWS,
+        most_waiting: int = 1024,
     ) -> None:
-        """step_tokens: the most tokens of a step, so that a long prompt delays the other requests by one step only."""
+        """step_tokens: the most tokens of a step, so that a long prompt delays the other requests by one step only. most_waiting: the most
+        requests without pages."""
         config = model.config
-        self.model, self.tokenizer, self.step_tokens = model, tokenizer, step_tokens
+        self.model, self.tokenizer, self.step_tokens, self.most_waiting = model, tokenizer, step_tokens, most_waiting
         self.device = model.token.weight.device
         self.end = tokenizer.token_to_id(END_OF_DOCUMENT)
+        self._longest_token = max(map(len, tokenizer.get_vocab()))  # in bytes, each of which is a character there
         self.pages = Pages(pages, page_size)
         self.cache = Cache(config.layers, config.heads, config.head_dim, self.pages, cache_dtype, self.device)
         self.queue: deque[Request] = deque()  # requests without pages
+        self._coming = 0  # requests whose prompts are being encoded
         self.running: list[Request] = []
         self._wakes = asyncio.Event()
         self._thread = ThreadPoolExecutor(1)
 
-    def submit(
-        self, prompt: str, max_tokens: int, temperature: float, seed: int | None, logprobs: int | None, stream: Stream
-    ) -> Request:  # fmt: skip
-        """Queues a request. Raises ValueError if it could never be answered."""
-        tokens = [self.end, *self.tokenizer.encode(prompt).ids]
-        longest = self.model.config.sequence
-        if len(tokens) + max_tokens > longest:
-            raise ValueError(
-                f"max_tokens: {max_tokens} after a prompt of {len(tokens)}; accepted are {longest} together, the model's longest"
-            )
-        request = Request(tokens, max_tokens, temperature, seed, logprobs, stream)
-        if (needed := self.pages.needed(request.room)) > self.pages.count:
-            raise ValueError(f"prompt: it needs {needed} pages with its answer; accepted are {self.pages.count}, all that there are")
-        self.queue.append(request)
+    async def submit(
+        self, prompts: list[str], n: int, max_tokens: int, temperature: float, seed: int | None, logprobs: int | None, stream: Stream
+    ) -> list[Request]:
+        """Queues n requests for each prompt, with seed, seed + 1, … . Raises ValueError if one of them could never be answered, BusyError
+        if too many wait."""
+        count = len(prompts) * n
+        if count > self.most_waiting:
+            raise ValueError(f"prompt: {count} choices of all prompts; accepted are up to {self.most_waiting}")
+        if (waiting := self._coming + len(self.queue)) + count > self.most_waiting:
+            raise BusyError(f"{waiting} requests wait; accepted are {self.most_waiting}, try again later")
+        most = self.model.config.sequence * self._longest_token
+        for prompt in prompts:
+            if (size := len(prompt.encode())) > most:
+                raise ValueError(f"prompt: {size} bytes; accepted are up to {most}: more are too many tokens for the model")
+        self._coming += count
+        try:  # in another thread, so that the event loop can go on
+            encoded = await asyncio.to_thread(self.tokenizer.encode_batch, prompts)
+        finally:
+            self._coming -= count
+        seeds = [None if seed is None else (seed + k + 2**63) % 2**64 - 2**63 for k in range(n)]
+        tokens = [self._checked([self.end, *each.ids], max_tokens) for each in encoded]
+        requests = [Request(prompt, max_tokens, temperature, each, logprobs, stream) for prompt in tokens for each in seeds]
+        self.queue.extend(requests)
         self._wakes.set()
-        return request
+        return requests
+
+    def _checked(self, prompt: list[int], max_tokens: int) -> list[int]:
+        longest = self.model.config.sequence
+        if len(prompt) + max_tokens > longest:
+            raise ValueError(
+                f"max_tokens: {max_tokens} after a prompt of {len(prompt)}; accepted are {longest} together, the model's longest"
+            )
+        if (needed := self.pages.needed(room_of(prompt, max_tokens))) > self.pages.count:
+            raise ValueError(f"prompt: it needs {needed} pages with its answer; accepted are {self.pages.count}, all that there are")
+        return prompt
 
     def cancel(self, request: Request) -> None:
         """Drops a request whose client has gone. Its pages are free after the current step."""
@@ -163,7 +149,7 @@ class Engine:
             before, request.held = request.held, request.held + count
             self.pages.name(request.pages, (request.prompt + request.answer)[: request.held], before)
             if is_whole:
-                found[request] = _sample(row, request)
+                found[request] = sample(row, request)
         return found
 
     def _finish(self, request: Request, error: Exception | None = None) -> None:
@@ -171,15 +157,3 @@ class Engine:
         self.pages.give_back(request.pages)
         request.pages = []
         request.stream.put_nowait((request, error))
-
-
-def _sample(logits: torch.Tensor, request: Request) -> Token:
-    if request.temperature < _LEAST_TEMPERATURE:
-        token = int(logits.argmax())
-    else:
-        token = int(torch.multinomial((logits / request.temperature).softmax(-1), 1, generator=request.generator))
-    if request.logprobs is None:
-        return Token(token)
-    logprobs = logits.log_softmax(-1)
-    values, ids = logprobs.topk(request.logprobs)
-    return Token(token, float(logprobs[token]), [*zip(ids.tolist(), values.tolist(), strict=True)])

@@ -8,22 +8,23 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from engine import Request, Token
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from work import Request, Token
 
-Stop = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]  # it is looked for after each token
+Name = Annotated[str, Field(max_length=256)]  # every event of an answer repeats the model's
 
 
 class Sent(BaseModel):
     """The fields of both kinds of requests. strict: 5.5 and "5" are no integers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    model: str = ""  # without effect: there is one
-    user: str = ""  # without effect
+    model: Name = ""  # without effect: there is one
+    user: Name = ""  # without effect
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=16)
-    stop: Annotated[list[Stop], Field(max_length=4)] | Stop | None = None
+    stop: Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | Stop | None = None
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] = Field(default_factory=dict)
 
@@ -33,7 +34,7 @@ class Sent(BaseModel):
 
 
 class Completion(Sent):
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=64)]
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=64, fail_fast=True)]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=5)
 
@@ -66,7 +67,7 @@ class Message(BaseModel):
 
 
 class Chat(Sent):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=1024, fail_fast=True)
     max_tokens: int = Field(64, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -102,7 +103,7 @@ def usage(requests: list[Request], per_prompt: int) -> dict[str, Any]:
 
 def told(error: ValidationError) -> str:
     """One line about the first field that is wrong."""
-    found = max(error.errors(), key=lambda each: len(each["loc"]))
+    found = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
     path, kind = found["loc"], found["type"]
     name = ".".join(str(part) for part in path if not _is_a_type(part)) or "body"
     if kind == "extra_forbidden":
@@ -135,7 +136,7 @@ class Text:
             self.is_stopped = True
             return self._up_to(self._whole[: min(found)])
         sure = self._whole.rstrip("\ufffd")
-        held = max((n for stop in self._stops for n in range(1, len(stop)) if sure.endswith(stop[:n])), default=0)
+        held = max((n for stop in self._stops for n in range(1, min(len(stop), len(sure) + 1)) if sure.endswith(stop[:n])), default=0)
         return self._up_to(sure[: len(sure) - held])
 
     def rest(self) -> str:

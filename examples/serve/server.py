@@ -18,15 +18,17 @@ from pathlib import Path
 import torch
 from aiohttp import web
 from answers import FailedError, pieces_of, streamed, whole, wrong
-from engine import Engine, Request, Stream
+from engine import BusyError, Engine
 from metrics import Metrics
 from model import load
 from protocol import Chat, Completion, told
 from pydantic import ValidationError
+from work import Request, Stream
 
 ENGINE: web.AppKey[Engine] = web.AppKey("engine", Engine)
 METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
 DTYPES = {"int8": torch.int8, "fp32": torch.float32, "bf16": torch.bfloat16}
+MOST_BYTES = 2**18  # of a request
 LOG = logging.getLogger("serve")
 
 
@@ -46,10 +48,7 @@ async def _answered(http: web.Request, kind: type[Completion | Chat]) -> web.Str
         sent = kind.model_validate_json(await http.read())
         stream: Stream = asyncio.Queue()
         limit = getattr(sent, "max_completion_tokens", None) or sent.max_tokens
-        for prompt in sent.prompts:
-            for n in range(sent.n):
-                seed = None if sent.seed is None else (sent.seed + n + 2**63) % 2**64 - 2**63
-                requests.append(engine.submit(prompt, limit, sent.temperature, seed, sent.tops, stream))
+        requests = await engine.submit(sent.prompts, sent.n, limit, sent.temperature, sent.seed, sent.tops, stream)
         pieces = pieces_of(engine, requests, stream, sent.stops, lambda: metrics.first.observe(time.perf_counter() - began))
         response = await (streamed if sent.stream else whole)(http, sent, requests, pieces, engine.tokenizer.decode)
         end = "answered"
@@ -57,6 +56,12 @@ async def _answered(http: web.Request, kind: type[Completion | Chat]) -> web.Str
     except (ValueError, ValidationError) as error:
         end = "refused"
         return _error(told(error) if isinstance(error, ValidationError) else str(error), 400)
+    except web.HTTPRequestEntityTooLarge:
+        end = "refused"
+        return _error(f"body: too long; accepted are up to {MOST_BYTES} bytes", 413)
+    except BusyError as error:
+        end = "busy"
+        return _error(str(error), 429)
     except FailedError as error:
         end = "failed"
         return _error(str(error), 500)
@@ -76,7 +81,8 @@ async def _answered(http: web.Request, kind: type[Completion | Chat]) -> web.Str
 
 
 def _error(message: str, status: int) -> web.Response:
-    return web.json_response(wrong(message, "server_error" if status == 500 else "invalid_request_error"), status=status)
+    kinds = {429: "rate_limit_exceeded", 500: "server_error"}
+    return web.json_response(wrong(message, kinds.get(status, "invalid_request_error")), status=status)
 
 
 async def models(_: web.Request) -> web.Response:
@@ -95,7 +101,7 @@ def application(engine: Engine) -> web.Application:
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    app = web.Application()
+    app = web.Application(client_max_size=MOST_BYTES)
     app[ENGINE], app[METRICS] = engine, Metrics(engine)
     app.cleanup_ctx.append(engine_runs)
     app.add_routes([web.post("/v1/completions", completions), web.post("/v1/chat/completions", chat)])
@@ -112,15 +118,15 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--pages", type=int, default=256, help="how many pages the cache has")
     parser.add_argument("--page-size", type=int, default=16, help="tokens of a page")
+    parser.add_argument("--waiting", type=int, default=1024, help="the most requests that wait for pages; more are refused")
     parser.add_argument("--cache", choices=DTYPES, default="int8", help="the dtype of keys and values")
     chosen = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     print(f"loading {chosen.checkpoint}, and the tokenizer of its text", flush=True)
     try:
         model, tokenizer = load(chosen.checkpoint, chosen.text)
-        engine = Engine(
-            model.to(chosen.device), tokenizer, pages=chosen.pages, page_size=chosen.page_size, cache_dtype=DTYPES[chosen.cache]
-        )
+        pool = {"pages": chosen.pages, "page_size": chosen.page_size, "cache_dtype": DTYPES[chosen.cache]}
+        engine = Engine(model.to(chosen.device), tokenizer, **pool, most_waiting=chosen.waiting)
         options = {"handler_cancellation": True, "access_log": None, "backlog": 1024}
         web.run_app(application(engine), host=chosen.host, port=chosen.port, **options)
     except (OSError, ValueError) as error:  # a wrong checkpoint, a port in use

@@ -427,9 +427,9 @@ class AttentionOptions(TypedDict, total=False):
     q_scale: Annotated[
         "Array | None",
         Tensor(
-            "q is float8_e4m3fn, and so are k and v, with scales: q stands for what is stored times its scale, float16 or float32, one for "
-            "each query and head, (B, H, Sq) or (Tq, H), one for each head, (H,), or one for all. out is then of out_dtype, and bias of "
-            "that or float32. On Hopper products may be of FP8, with P rounded to E4M3.",
+            "FP8 queries: q is float8_e4m3fn, and so are k and v, whose k_scale and v_scale are required. q stands for what is stored "
+            "times its scale, float16 or float32, one for each query and head, (B, H, Sq) or (Tq, H), one for each head, (H,), or one for "
+            "all. out is then of out_dtype, and bias of that or float32. On Hopper products may be of FP8, with P rounded to E4M3.",
             has_rows_of="q",
         ),
     ]

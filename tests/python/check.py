@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 import plain
 import strobe
 from cases import Inputs, dense_problems
-from device import DEVICE, EMULATED, ON_GPU, on_device, running_on
+from device import DEVICE, EMULATED, on_device, running_on
 from engines import beside_the_default, current_test, engines_under_test
 
 Results = dict[str, Tensor]  # by name: "out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"
@@ -71,10 +72,25 @@ def keys_of_a_block() -> dict[str, int]:
     return {"tile_k": 64 if EMULATED else 128} if asks else {}
 
 
+def _options(there: Inputs, engine: str | None, run: dict[str, Any]) -> dict[str, Any]:
+    return there.options | (keys_of_a_block() if engine == "cuda-sm90" else {}) | there.run | run | {"engine": engine}
+
+
+def multiplies_eight_bits(inputs: Inputs, engine: str | None, **run: Any) -> bool:
+    """Whether this engine (None: the library's own choice) multiplies q, k and v in FP8, and so rounds P to E4M3, by explain()'s words."""
+    there = on_device(inputs, DEVICE)
+    handed = there.handed()
+    options = {name: x for name, x in _options(there, engine, run).items() if name not in there.options} | handed.options
+    with running_on(engine):
+        said = strobe.explain(handed.q, handed.k, handed.v, aux=inputs.aux, **options)
+    chosen = re.search(r"^choice\n  (\S+)", said, re.MULTILINE)
+    return chosen is not None and re.search(rf"^  {chosen[1]} .*products of float8", said, re.MULTILINE) is not None
+
+
 def run(inputs: Inputs, engine: str | None = None, **run: Any) -> Results:
     """Forward and every gradient, as a user gets them: through autograd, or with NumPy arrays through attention_backward."""
     there = on_device(inputs, "cpu" if engine == "reference" else DEVICE)
-    options = there.options | (keys_of_a_block() if engine == "cuda-sm90" else {}) | inputs.run | run | {"engine": engine}
+    options = _options(there, engine, run)
     with running_on(engine):
         run_it = _run_forward if not there.has_gradients else _run_numpy if there.numpy else _run_autograd
         results = run_it(there, options)
@@ -333,11 +349,12 @@ class Yardstick:
             return self.inputs.options[name[1:]].dtype
         return wide if name in STATISTICS else self.inputs.q.dtype
 
-    def faults(self, results: Results, engine: str | None = "") -> list[str]:
-        """engine: the name of the engine whose results these are; None: the library's own choice."""
+    def faults(self, results: Results, engine: str | None = "", products: bool | None = None, **how: Any) -> list[str]:
+        """engine: the name of the engine whose results run(inputs, engine, **how) gave; None: the library's own choice. products: whether
+        it multiplied in FP8, of results that run() did not give."""
         found = []
         allowed = dict(self.allowed)
-        if ON_GPU and engine in (None, "default", "cuda-sm90"):
+        if self.of_products and (multiplies_eight_bits(self.inputs, engine, **how) if products is None else products):
             allowed["out"] += self.of_products
         for name, t in results.items():
             ref = self.ref[name]
@@ -363,7 +380,7 @@ class Yardstick:
 def assert_matches(inputs: Inputs, flushed: float = 0.0, **how: Any) -> None:
     """Checks every engine that supports the call, and the library's own choice, by the accuracy clause."""
     yardstick = Yardstick(inputs, flushed)
-    faults = [f"default: {fault}" for fault in yardstick.faults(run(inputs, **how), None)]
+    faults = [f"default: {fault}" for fault in yardstick.faults(run(inputs, **how), None, **how)]
     for engine, results in _runs(inputs, beside_the_default(inputs.q.shape, inputs.k.shape, how), how):
-        faults += [f"{engine}: {fault}" for fault in yardstick.faults(results, engine)]
+        faults += [f"{engine}: {fault}" for fault in yardstick.faults(results, engine, **how)]
     assert not faults, "\n".join(faults)

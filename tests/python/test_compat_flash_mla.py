@@ -56,6 +56,36 @@ def test_it_is_attention_over_the_first_columns(causal, sinks):
     assert torch.allclose(lse.double(), expected_lse, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_sinks_without_weight(causal, dtype):
+    """A sink of -inf adds nothing, also where no key is seen: causal, the second sequence's first query sees none."""
+    given = call()
+    given |= {name: given[name].to(dtype) for name in ("q", "k_cache")}
+    none = torch.full((H,), -torch.inf)
+    plain, lse = flash_mla_with_kvcache(**given, causal=causal)
+    out, lse_beside = flash_mla_with_kvcache(**given, causal=causal, attn_sink=none)
+    assert torch.equal(out, plain)
+    assert torch.equal(lse_beside, lse)
+    assert (lse == -torch.inf).any()
+    assert not flash_mla_with_kvcache(**given, causal=causal, attn_sink=-none)[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sinks_in_16_bits(dtype):
+    """out is rounded twice, which is half an ulp more than strobe.attention's sinks have."""
+    given = call()
+    given |= {name: given[name].to(dtype) for name in ("q", "k_cache")}
+    sink = torch.linspace(-2, 3, H)
+    out, _ = flash_mla_with_kvcache(**given, attn_sink=sink)
+    k = given["k_cache"]
+    once = strobe.attention(
+        given["q"], k, k[..., :DV], page_table=given["block_table"], seqused_k=given["cache_seqlens"], sinks=sink, layout="bshd"
+    )
+    assert out.dtype == dtype
+    assert ((out.double() - once.double()).abs() <= torch.finfo(dtype).eps * once.double().abs() + 1e-7).all()
+
+
 def test_positions_of_arguments():
     """The order in which FlashMLA's own tests pass them."""
     given = call()
@@ -71,6 +101,8 @@ def test_positions_of_arguments():
     ("changed", "error", "message"),
     [
         ({"head_dim_v": 25}, ValueError, "^head_dim_v: 25; accepted are integers from 1 to 24$"),
+        ({"q": 3}, TypeError, "^q: int; accepted is a torch.Tensor"),
+        ({"q": 3, "attn_sink": torch.zeros(H)}, TypeError, "^q: int; accepted is a torch.Tensor"),
         ({"k_cache": 3}, TypeError, "^k_cache: int; accepted is a torch.Tensor"),
         ({"is_fp8_kvcache": True}, NotImplementedError, "^is_fp8_kvcache: True; accepted is False"),
         ({"indices": torch.zeros(1)}, NotImplementedError, "^indices: .*; accepted is None$"),

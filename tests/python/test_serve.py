@@ -11,6 +11,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "serve"
 @pytest.fixture(scope="module")
 def serve():
     """The example's modules, by the names under which they import each other."""
-    names = ("cache", "model", "engine", "protocol", "answers", "metrics", "server", "load")
+    names = ("work", "cache", "model", "engine", "protocol", "answers", "metrics", "server", "load")
     sys.path.insert(0, str(EXAMPLE))
     try:
         yield {name: __import__(name) for name in names}
@@ -225,6 +226,10 @@ REFUSED = [
     (b'{"prompt": "x", "temperature": NaN}', "temperature: nan; Input should be"),
     (b'{"prompt": "x", "seed": 9223372036854775808}', "seed: 9223372036854775808; Input should be less than 9223372036854775808"),
     (b'{"prompt": "x", "stop": [""]}', "stop.0: ''; String should have at least 1 character"),
+    (json.dumps({"prompt": "x", "stop": "a" * 257}).encode(), "stop: 'aaa"),
+    (json.dumps({"prompt": "x", "model": "m" * 257}).encode(), "model: 'mmm"),
+    (json.dumps({"prompt": "x", "user": "u" * 257}).encode(), "user: 'uuu"),
+    (json.dumps({"prompt": "ab" * 9000}).encode(), "prompt: 18000 bytes; accepted are up to "),
     (b'{"prompt": "x", "n": 17}', "n: 17; Input should be less than or equal to 16"),
     (
         json.dumps({"prompt": "q" * 190, "max_tokens": 32}).encode(),
@@ -257,15 +262,105 @@ def test_a_wrong_field_of_a_message_is_named(serve, trained):
     async def run() -> list[str]:
         async with served(serve, trained) as (_, client):
             found = []
-            for messages in ([], [{"role": "user", "content": 3}], [{"role": "user", "content": "x", "name": "y"}]):
+            for messages in (
+                [],
+                [{"role": "user", "content": ""}] * 1025,
+                [{"role": "user", "content": 3}],
+                [{"role": "user", "content": "x", "name": "y"}],
+            ):
                 response = await client.post("/v1/chat/completions", json={"messages": messages})
                 found.append((await response.json())["error"]["message"])
             return found
 
-    none, number, name = asyncio.run(run())
+    none, many, number, name = asyncio.run(run())
+    assert "List should have at most 1024 items" in many
     assert none.startswith("messages: []; List should have at least 1 item")
     assert number.startswith("messages.0.content: 3; Input should be a valid string")
     assert name.startswith("messages.0.name: no such field; accepted are role, content")
+
+
+def test_a_wrong_field_of_many_is_told_at_once(serve):
+    """Reading and answering take time in proportion to the first wrong item, not to all."""
+    protocol = serve["protocol"]
+    for kind, body in ((protocol.Chat, {"messages": [1] * 1000}), (protocol.Completion, {"prompt": [1] * 60, "stop": [1] * 4})):
+        with pytest.raises(protocol.ValidationError) as found:
+            kind.model_validate(body)
+        assert found.value.error_count() <= 4
+
+
+def test_a_stop_costs_no_more_than_the_text(serve):
+    """What may be the beginning of a stop is looked for in the text that there is, and not in more."""
+    compared = 0
+
+    class Stop(str):
+        __slots__ = ()
+
+        def __getitem__(self, part: Any) -> str:
+            nonlocal compared
+            compared += 1
+            return super().__getitem__(part)
+
+    text = serve["protocol"].Text(lambda tokens: "a" * len(tokens), [Stop("a" * 200 + "b")])
+    assert "".join(text.add(serve["work"].Token(0)) for _ in range(5)) == ""
+    assert compared == 1 + 2 + 3 + 4 + 5
+    assert text.rest() == "aaaaa"
+
+
+def test_too_long_a_body_is_refused(serve, trained):
+    async def run() -> None:
+        async with served(serve, trained) as (_, client):
+            response = await client.post("/v1/completions", data=b" " * (2**18 + 1))
+            assert response.status == 413
+            error = (await response.json())["error"]
+            assert (error["message"], error["param"]) == ("body: too long; accepted are up to 262144 bytes", "body")
+            assert (await metrics(client))['serve_requests_total{end="refused",path="/v1/completions"}'] == 1
+
+    asyncio.run(run())
+
+
+def test_no_more_requests_wait_than_may(serve, trained, alone):
+    """The others are refused with 429, those whose prompts are being encoded included; then the server answers again."""
+
+    async def run() -> None:
+        async with served(serve, trained, pages=12, most_waiting=6) as (engine, client):
+            calls = [{"prompt": "x" * 40, "max_tokens": 100, "n": 2, "seed": seed} for seed in range(12)]
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=call) for call in calls))
+            codes = [answer.status for answer in answers]
+            assert set(codes) == {200, 429}
+            error = (await answers[codes.index(429)].json())["error"]
+            assert error["type"] == "rate_limit_exceeded"
+            assert error["message"].endswith("requests wait; accepted are 6, try again later")
+            assert (await client.post("/v1/completions", json=calls[0] | {"n": 7})).status == 400
+            await asyncio.wait_for(emptied(engine), 20)
+            told = await metrics(client)
+            assert told['serve_requests_total{end="busy",path="/v1/completions"}'] == codes.count(429)
+            assert await texts(serve, client, CALLS[:3], at_once=True) == alone[:3]
+
+    asyncio.run(run())
+
+
+def test_a_prompt_is_encoded_once(serve, trained):
+    """And not in the thread of the event loop."""
+    encoded = []
+
+    async def run() -> None:
+        async with served(serve, trained) as (engine, client):
+            tokenizer = engine.tokenizer
+
+            class Counted:
+                def encode_batch(self, prompts: list[str]) -> Any:
+                    encoded.append((prompts, threading.current_thread() is threading.main_thread()))
+                    return tokenizer.encode_batch(prompts)
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(tokenizer, name)
+
+            engine.tokenizer = Counted()
+            response = await client.post("/v1/completions", json={"prompt": ["x", "y"], "max_tokens": 2, "n": 4})
+            assert len((await response.json())["choices"]) == 8
+
+    asyncio.run(run())
+    assert encoded == [(["x", "y"], False)]
 
 
 def test_the_client_of_openai(serve, trained):

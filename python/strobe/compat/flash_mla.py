@@ -38,7 +38,8 @@ def get_mla_metadata(*arguments: Any, **named: Any) -> tuple[FlashMLASchedMeta, 
 
 def _attend(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     fp8 = switch_or_refusal("is_fp8_kvcache", given["is_fp8_kvcache"])
-    wrong: list[Any] = [fp8, tensor_or_refusal("k_cache", given["k_cache"], "a torch.Tensor, (pages, page size, Hkv, D)")]
+    wrong: list[Any] = [fp8, tensor_or_refusal("q", given["q"], "a torch.Tensor, (B, Sq, H, D)")]
+    wrong.append(tensor_or_refusal("k_cache", given["k_cache"], "a torch.Tensor, (pages, page size, Hkv, D)"))
     if fp8 is True:
         wrong.append(NotImplementedError("is_fp8_kvcache: True; accepted is False: a cache of 16 bits, or of q's dtype"))
     wrong += [NotImplementedError(f"{name}: {kind(given[name])}; accepted is None") for name in _SPARSE if given[name] is not None]
@@ -53,8 +54,9 @@ def _attend(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         _NAMES, attention, q=given["q"], k=k, v=k[..., :width], page_table=given["block_table"], seqused_k=given["cache_seqlens"],
         scale=given["softmax_scale"], causal=switch_or_refusal("causal", given["causal"]), layout="bshd", return_lse=True,
     )  # fmt: skip
-    if sink is not None:  # softmax_lse is that without sinks
-        out = (out * torch.sigmoid(lse - sink[:, None]).mT[..., None]).to(out.dtype)
+    if sink is not None:  # softmax_lse is that without sinks; without keys lse - sink may be -inf - -inf
+        factor = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - sink[:, None]))
+        out = (out * factor.mT[..., None]).to(out.dtype)
     return out, lse
 
 
@@ -75,7 +77,8 @@ def flash_mla_with_kvcache(
         head_dim_v: Dv, 1 to D.
         softmax_scale: 1/sqrt(D) by default.
         causal: the last query stands at the last key.
-        attn_sink: (H,), one more term exp(attn_sink[h]) of the softmax's denominator; softmax_lse does not count it.
+        attn_sink: (H,), one more term exp(attn_sink[h]) of the softmax's denominator; softmax_lse does not count it. out is that without
+            the term times a factor, so in 16 bits it is rounded twice.
         tile_scheduler_metadata, num_splits: without effect.
         is_fp8_kvcache: False; indices, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length: None.
 
