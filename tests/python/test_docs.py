@@ -37,7 +37,7 @@ def test_the_code_runs(page, monkeypatch):
 
 
 def test_no_page_has_code_that_does_not_run():
-    elsewhere = {"many-gpus.md", "jax.md"}  # test_distributed_ranks.py runs the first on several ranks, tests/jax the second
+    elsewhere = {"many-gpus.md", "jax.md"}  # test_distributed_ranks.py runs the first on several ranks, tests/jax_arrays the second
     assert {path.name for path in DOCS.rglob("*.md") if "```python\n" in path.read_text()} == {*PAGES, *elsewhere}
 
 
