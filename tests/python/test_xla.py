@@ -1,4 +1,5 @@
-"""The handlers of XLA's typed FFI (python/glue/xla.c), called as XLA calls them, without JAX: tests/jax_arrays calls them through XLA, on a CPU.
+"""The handlers of XLA's typed FFI (python/glue/xla.c), called as XLA calls them, without JAX. tests/jax_arrays calls them
+through XLA, on a CPU.
 
 With STROBE_TEST_DEVICE=emulated the handlers for CUDA run, on the emulated GPU, whose memory is the CPU's."""
 
