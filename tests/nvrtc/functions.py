@@ -64,7 +64,7 @@ def prewarmed(
     tensors = ffi.new("strobe_tensors *")
     tensors.size = ffi.sizeof("strobe_tensors")
     place = _Addresses()
-    for key, x in {**arrays, **dict(_results(arrays, backward, False))}.items():
+    for key, x in {**arrays, **dict(_results(arrays, backward, False, "bfloat16"))}.items():
         alive.append(tensor := ffi.new("strobe_tensor *"))
         place(tensor, key, x, False)
         setattr(tensors, key, tensor)
