@@ -81,7 +81,7 @@ std::vector<Bounds> bounds_of_nodes(const Graph &graph, const KnownBounds &known
 }
 
 Intervals::Intervals(const Graph &graph, int32_t result, const Captured *captured) {
-  for (int32_t c = 0; c <= kSlopesRead; c++) extrema_.emplace_back(captured[c]);
+  for (int32_t c = 0; c < STROBE_MOST_CAPTURED; c++) extrema_.emplace_back(captured[c]);
   const std::vector<bool> needed = graph.needed_by({result});
   using Key = std::pair<std::array<int32_t, 8>, std::pair<uint64_t, int64_t>>;
   std::map<Key, int32_t> known;

@@ -341,6 +341,10 @@ def leaves(group: dist.ProcessGroup, absent: int, how: str) -> tuple[str, str, f
     sharding = Sharding.zigzag(S, group.size())
     q, k, v, _ = shards(sharding, group.rank())
     is_wrong = group.rank() == absent
+    if group.rank() < 2:  # these have left more often than the others, in calls without them
+        for _ in range(3):
+            said(lambda: strobe.distributed.attention(q, k, v, sharding=sharding, group="all"))
+    strobe.distributed.attention(q, k, v, sharding=sharding, group=own)
     began = time.monotonic()
 
     def call() -> None:

@@ -15,10 +15,11 @@ from torch.distributed import ProcessGroup
 
 from .._refusals import in_callers_words
 from ._group import on_host
-from ._late import Waits, come_back, said_by, told
+from ._late import Waits, all_came, come_back, said_by, times_left, told
 
 _A_FUNCTION = "a function: "
-_MESSAGE = struct.Struct("=?32sqq")  # whether the rank has failed, the digest of its signature, the seed and offset that it has drawn
+# Whether the rank has failed, the digest of its signature, the seed and offset that it has drawn, and how often it has left.
+_MESSAGE = struct.Struct("=?32sqqq")
 
 
 class Signature:
@@ -54,16 +55,18 @@ def agree(group: ProcessGroup, said: Said, seconds: float | None) -> tuple[int, 
     """The first rank's seed and offset. If a rank failed, or signatures differ, all ranks raise the same error: that of the first rank that
     failed, or the difference. A collective call: one small message, and a second one if something is wrong."""
     waits = Waits(on_host(group), seconds)
-    mine = _MESSAGE.pack(said.failure is not None, said.signature.digest, *said.rng)
+    mine = _MESSAGE.pack(said.failure is not None, said.signature.digest, *said.rng, times_left())
     received = torch.empty(group.size(), len(mine), dtype=torch.uint8, device="cpu")
     come_back()
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     work = dist.all_gather([*received], sent, group=waits.group, async_op=True)
-    waits.unless_one_left(work, "agreeing on strobe.distributed.attention()", dist.get_process_group_ranks(group))
+    ranks = dist.get_process_group_ranks(group)
+    waits.unless_one_left(work, "agreeing on strobe.distributed.attention()", ranks)
     all_said = [_MESSAGE.unpack(bytes(x)) for x in received.tolist()]
+    all_came(ranks, [times for *_, times in all_said])
     if any(failed or digest != said.signature.digest for failed, digest, *_ in all_said):
         raise _refusal(waits, said)
-    _, _, seed, offset = all_said[0]
+    _, _, seed, offset, _ = all_said[0]
     return seed, offset
 
 

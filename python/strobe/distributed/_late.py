@@ -58,6 +58,16 @@ def come_back() -> None:
         _store().delete_key(f"{_LEFT}/{dist.get_rank()}")
 
 
+def times_left() -> int:
+    """How often this process has left."""
+    return _left.times
+
+
+def all_came(ranks: Sequence[int], times: Sequence[int]) -> None:
+    """Notes how often the processes of an agreement have left by now, some of them perhaps in calls without this process."""
+    _left.ahead.update((rank, n - _left.times) for rank, n in zip(ranks, times, strict=True))
+
+
 def _failure_of(ranks: Sequence[int]) -> Exception | None:
     """The error of the first rank that has left, unless this rank left for the same reason: a program with wrong calls may fail on all
     ranks, and then no rank waits for another."""
