@@ -223,11 +223,6 @@ template <class M> struct GradientPass {
   static void sinks(const Problem &p, int64_t h, T *buffer) { backward_sinks<T>(p, h, buffer); }
 };
 
-template <class Pass> int64_t backward_scratch(const Problem &p, const TileSizes &tile) {
-  Arena arena(nullptr);
-  typename Pass::Scratch scratch(arena, p, tile, Pass::sources(p, tile));
-  return round_to(arena.used(), 256);
-}
 // The number of elements in the sums of backward_keys, backward_bias and backward_captured, which run one after the other.
 template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &tile, int64_t threads) {
   int64_t most = p.dq || p.dk || p.dv ? BackwardItems(p, tile).sums(threads) *
@@ -244,7 +239,7 @@ template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &t
 template <class Pass> int64_t backward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
   using Math = typename Pass::Math;
   Arena arena(nullptr);
-  arena.take<char>(threads * backward_scratch<Pass>(p, tile));
+  arena.take<char>(threads * scratch_bytes<Pass>(p, tile));
   Pass::sources(p, tile).take(arena, p);
   arena.take<typename Math::Real>(backward_sums<Math>(p, tile, threads));
   return arena.used();
@@ -253,7 +248,7 @@ template <class Pass> int64_t backward_workspace(const Problem &p, const TileSiz
 template <class Pass> void backward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
   using Math = typename Pass::Math;
   using T = typename Math::Real;
-  const int64_t each = backward_scratch<Pass>(p, tile);
+  const int64_t each = scratch_bytes<Pass>(p, tile);
   Arena arena(workspace);
   char *scratches = arena.take<char>(execution.threads * each);
   typename Pass::Source source = Pass::sources(p, tile);

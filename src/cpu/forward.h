@@ -296,38 +296,50 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   }
 }
 
-template <class Math> KeyPair<Math> forward_keys(const Problem &p, const TileSizes &tile) {
-  return {{p, rows_of_k(p), p.head_dim, true, false, tile}, {p, rows_of_v(p), p.head_dim_v, false, true, tile}, {p, tile}};
-}
-template <class Math> int64_t forward_scratch(const Problem &p, const TileSizes &tile) {
+// What forward() does for the forward. The JVP has a pass of its own (jvp.h).
+template <class M> struct ForwardPass {
+  using Math = M;
+  using T = typename Math::Real;
+  using Source = KeyPair<Math>;
+  using Scratch = ForwardScratch<Math>;
+  static Source sources(const Problem &p, const TileSizes &tile) {
+    return {{p, rows_of_k(p), p.head_dim, true, false, tile}, {p, rows_of_v(p), p.head_dim_v, false, true, tile}, {p, tile}};
+  }
+  static void tile(const Head<T> &head, const TileSizes &tile, const Source &source, Scratch &scratch) {
+    forward_tile<Math>(head, tile, source, scratch);
+  }
+};
+
+// What a thread needs for a pass, be it of forward() or of backward().
+template <class Pass> int64_t scratch_bytes(const Problem &p, const TileSizes &tile) {
   Arena arena(nullptr);
-  ForwardScratch<Math> scratch(arena, p, tile, forward_keys<Math>(p, tile));
+  typename Pass::Scratch scratch(arena, p, tile, Pass::sources(p, tile));
   return round_to(arena.used(), 256);
 }
 
-template <class Math> int64_t forward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
+template <class Pass> int64_t forward_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
   Arena arena(nullptr);
-  arena.take<char>(threads * forward_scratch<Math>(p, tile));
-  forward_keys<Math>(p, tile).take(arena, p);
+  arena.take<char>(threads * scratch_bytes<Pass>(p, tile));
+  Pass::sources(p, tile).take(arena, p);
   return arena.used();
 }
 
-template <class Math> void forward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
-  const int64_t tiles = query_tiles(p, tile.q), items = p.batch * p.heads * tiles, each = forward_scratch<Math>(p, tile);
+template <class Pass> void forward(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
+  const int64_t tiles = query_tiles(p, tile.q), items = p.batch * p.heads * tiles, each = scratch_bytes<Pass>(p, tile);
   Arena arena(workspace);
   char *scratches = arena.take<char>(execution.threads * each);
-  KeyPair<Math> source = forward_keys<Math>(p, tile);
+  typename Pass::Source source = Pass::sources(p, tile);
   source.take(arena, p);
   source.prepare(p, execution, scratches, each);
   int64_t next = 0;
   execution.run(int32_t(min((i64)execution.threads, (i64)items)), [&](int32_t thread) {
     Arena own(scratches + thread * each);
-    ForwardScratch<Math> scratch(own, p, tile, source);
-    [[maybe_unused]] typename Math::Session session;
+    typename Pass::Scratch scratch(own, p, tile, source);
+    [[maybe_unused]] typename Pass::Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {
       const int64_t b = item / tiles / p.heads;
       const QuerySpan queries = query_tile(p, b, tiles - 1 - item % tiles, tile.q); // causal: the longest rows first
-      if (!queries.empty()) forward_tile<Math>({p, b, item / tiles % p.heads, queries}, tile, source, scratch);
+      if (!queries.empty()) Pass::tile({p, b, item / tiles % p.heads, queries}, tile, source, scratch);
     }
   });
 }

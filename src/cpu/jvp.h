@@ -182,38 +182,16 @@ void jvp_tile(const Head<typename Math::Real> &head, const TileSizes &tile, cons
   }
 }
 
-template <class Math> TangentKeys<Math> jvp_keys(const Problem &p, const TileSizes &tile) { return {p, tile, false, false, true}; }
-template <class Math> int64_t jvp_scratch(const Problem &p, const TileSizes &tile) {
-  Arena arena(nullptr);
-  JvpScratch<Math> scratch(arena, p, tile, jvp_keys<Math>(p, tile));
-  return round_to(arena.used(), 256);
-}
-
-template <class Math> int64_t jvp_workspace(const Problem &p, const TileSizes &tile, int64_t threads) {
-  Arena arena(nullptr);
-  arena.take<char>(threads * jvp_scratch<Math>(p, tile));
-  jvp_keys<Math>(p, tile).take(arena, p);
-  return arena.used();
-}
-
-template <class Math> void jvp(const Problem &p, const Execution &execution, const TileSizes &tile, void *workspace) {
-  const int64_t tiles = query_tiles(p, tile.q), items = p.batch * p.heads * tiles, each = jvp_scratch<Math>(p, tile);
-  Arena arena(workspace);
-  char *scratches = arena.take<char>(execution.threads * each);
-  TangentKeys<Math> source = jvp_keys<Math>(p, tile);
-  source.take(arena, p);
-  source.prepare(p, execution, scratches, each);
-  int64_t next = 0;
-  execution.run(int32_t(min((i64)execution.threads, (i64)items)), [&](int32_t thread) {
-    Arena own(scratches + thread * each);
-    JvpScratch<Math> scratch(own, p, tile, source);
-    [[maybe_unused]] typename Math::Session session;
-    for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {
-      const int64_t b = item / tiles / p.heads;
-      const QuerySpan queries = query_tile(p, b, tiles - 1 - item % tiles, tile.q); // causal: the longest rows first
-      if (!queries.empty()) jvp_tile<Math>({p, b, item / tiles % p.heads, queries}, tile, source, scratch);
-    }
-  });
-}
+// What forward() does for this operation.
+template <class M> struct JvpPass {
+  using Math = M;
+  using T = typename Math::Real;
+  using Source = TangentKeys<Math>;
+  using Scratch = JvpScratch<Math>;
+  static Source sources(const Problem &p, const TileSizes &tile) { return {p, tile, false, false, true}; }
+  static void tile(const Head<T> &head, const TileSizes &tile, const Source &source, Scratch &scratch) {
+    jvp_tile<Math>(head, tile, source, scratch);
+  }
+};
 
 } // namespace strobe::inline STROBE_ISA
